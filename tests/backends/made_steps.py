@@ -140,8 +140,8 @@ class Made:
         self.uploaded = tokens
 
     def _asked(self) -> tuple[dict[str, Any], list[int]]:
-        """Return random constraints on logits for half of the requests, as elements of the record's section
-        `constraint`."""
+        """Return random options for a request, none for half of them, and the constraints on logits among these as
+        elements of the record's section `constraint`."""
         rng, asked = self.rng, dict[str, Any]()
         if rng.random() < 0.5:
             return asked, []

@@ -64,7 +64,7 @@ def draft_of(target: Path, draft: str | None) -> Path | None:
 
 
 def texts_of(engine: Engine, k: int) -> list[Request]:
-    """Return the texts of requests of every kind that a pass may have to distinguish: sampled and greedy, with and
+    """Run requests of every kind that a pass may have to distinguish, and return them: sampled and greedy, with and
     without prompt log probabilities, with and without drafts."""
     poison(engine)
     jobs = []
@@ -134,7 +134,8 @@ def test_a_target_that_returns_something_else_ends_the_step(
 
 
 class Stub:
-    """A torch model whose hidden states are the token ids, and whose logits are twice the hidden states."""
+    """A torch model whose hidden states are the token ids, NaN at position 7. Its logits are twice the hidden
+    states."""
 
     vocab_size, num_layers, hidden_size, target_ids = 3, 2, 3, None
 

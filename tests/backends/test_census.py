@@ -179,7 +179,7 @@ def test_a_view_that_is_aligned_otherwise_is_seen(census: tuple[Keys, Keys]) -> 
 
 
 def moved(known: Keys, kernel: str, argument: str) -> Launch:
-    """Launch a kernel with one of its tensors shifted by one element. Return the launch's key."""
+    """Return the launch of a kernel in `known` with one of its tensors shifted by one element. Launches nothing."""
     launch = next(launch for launch in known.values() if launch.name == kernel)
     arguments = {**launch.arguments, argument: launch.arguments[argument][1:]}
     return Launch(launch.fn, launch.grid, arguments, launch.settings)

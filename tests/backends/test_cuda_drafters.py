@@ -184,7 +184,8 @@ def test_drafts_and_counts_of_a_head_are_the_scripts(bench: Bench, monkeypatch: 
 
 
 def test_the_target_itself_drafts_what_comes_next_if_it_may(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All drafts with an id of the part are accepted, and no other. If ids are mapped to other ids, hardly any is."""
+    """Check a draft model that is the target itself, but drafts only 30 ids. Its drafts are accepted until the target's
+    next token is not among these ids."""
     counts = json.loads(bench.counts.read_text())
     ids = set(sorted(range(VOCAB), key=lambda token: (-counts.get(str(token), 0), token))[:30])
     accepted = refused = 0

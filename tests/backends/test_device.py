@@ -234,7 +234,8 @@ def test_slots_of_adapters_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_experts_of_codes_are_counted_as_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte a weight in FP8, with embedding, norms and router in 16 bits."""
+    """Check the memory that is counted for experts in FP8: one byte per weight, and 16 bits per number of embedding,
+    norms and router."""
     sizes: dict[str, Any] = {"hidden": 64, "head_dim": 32, "layers": 1, "vocab": 83, "moe_intermediate_size": 64}
     source = make_checkpoint(tmp_path / "source", "qwen3_moe", dtype=torch.bfloat16, **sizes)
     path = compressed(

@@ -53,7 +53,7 @@ class Seen:
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """Record the kind of work of each step from now on."""
+    """Return a list that gets what each step leaves from now on."""
     runner, seen = engine.runner, list[Seen]()
     assert isinstance(runner, CudaRunner)
     ctx, drafter = runner.ctx, runner.ctx.drafter
@@ -102,7 +102,8 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
 
 def steps(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """Run the requests of ARRIVALS. Return what each step left."""
+    """Add the requests of ARRIVALS, one step after each group. Return what each of these steps left; requests may go on
+    after them."""
     poison(engine)
     with monkeypatch.context() as patch:
         seen, ids = watch(engine, patch), iter(range(9))

@@ -86,7 +86,7 @@ class Reference:
         return [self.runner.kv_cache, *([] if drafter is None else [drafter.kv_cache])]
 
     def load(self, state: RowState) -> None:
-        """Take over the rows of `state`. Requests stay as they are."""
+        """Take over the rows of `state`. Of a request only `prompt_len` changes."""
         for row in range(ROWS):
             own = self.runner.rows.setdefault(
                 row, Row(make_request({"temperature": 0.0}), [], 0, 0, [], self.runner.tables[row])

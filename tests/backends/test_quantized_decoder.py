@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["fp8", "int4", "int8 at load", "int4 at load"])
 def test_quantized_weights(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check passes over FP8 weights, loaded as on a GPU, next to a projection that is not quantized: for few rows, for
-    row counts whose products read the weights twice, and for more."""
+    """Check passes over quantized weights, loaded as on a GPU: for few rows, for row counts whose products read the
+    weights twice, and for more. In the FP8 checkpoint one projection is not quantized."""
     path, kind = folder / name, name.split()[0]
     source = folder / f"{name}-source"
     if not source.exists():
@@ -84,7 +84,8 @@ def test_quantized_weights(folder: Path, name: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "MXFP4"])
 def test_gguf_files(folder: Path, kind: str) -> None:
-    """A file's blocks become codes, and a pass over them is near that of the file's numbers in float64."""
+    """Check that blocks of a GGUF file become quantized weights, and that a pass over them is near that of the file's
+    numbers in float64."""
     source = folder / "gguf-source"
     if not source.exists():
         sizes: dict[str, Any] = {"hidden": 64, "intermediate": 64, "kv_heads": 1, "head_dim": 32, "layers": 1}
@@ -110,7 +111,8 @@ def loaded_quantized(path: Path, dtype: torch.dtype = torch.float32) -> TorchWei
 
 @pytest.fixture(scope="session")
 def fp8_weights(folder: Path) -> dict[str, TorchWeights]:
-    """Return two layers in FP8, with scales by output and by block."""
+    """Return models of two layers in FP8 that also round activations, by their scales: `channel` (one for each output)
+    and `block`."""
     source = make_checkpoint(
         folder / "fp8-rows", "qwen2", tie=False, hidden=64, intermediate=96, kv_heads=1, group=2, head_dim=32, vocab=83
     )

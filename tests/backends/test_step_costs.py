@@ -34,7 +34,7 @@ def pass_ms(batch: int, k: int, rows: int) -> float:
 
 @dataclass
 class Device:
-    """A simulated GPU with a clock. The first replay of a graph takes three times as long."""
+    """A simulated GPU with a clock. The first replay of a graph takes 2 % longer."""
 
     seconds: float = 0.0
     known: set[Shape] = field(default_factory=set)

@@ -287,7 +287,8 @@ def test_an_iteration_stays_on_its_device(
 
 @pytest.mark.parametrize("k", [0, K])
 def test_adapters_stay_on_the_device(context: Callable[..., Context], k: int) -> None:
-    """The slots of rows once for each kind of rows, and two kernels for each of four projections."""
+    """Check that LoRA adapters stay on the device. They add one kernel for each kind of rows, which finds their slots,
+    and two for each of a layer's four projections."""
     counts, shape = [], Shape(BATCH, k, BATCH * (k + 1), LogitsMode.GREEDY)
     merged = MergedShape(Shape(2, k, 2 * (k + 1), LogitsMode.GREEDY), 3, ChunkShape(16, 1))
     for kind in ("draft", "adapters"):

@@ -49,8 +49,8 @@ class AutomatonMatcher:
         out[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
     def drafts(self, most: int) -> list[int]:
-        """Return up to `most` forced tokens: after each, nothing else may come. Stands in for
-        `GrammarMatcher.drafts`."""
+        """Return up to `most` tokens, each the only one that may come next. Stop where the text may end, or where
+        several tokens may come. Stands in for `GrammarMatcher.drafts`."""
         state, forced = self._states[-1], list[int]()
         while state is not None and state not in self._automaton.complete and len(forced) < most:
             following = self._automaton.following[state]

@@ -191,8 +191,7 @@ def run(engine: Engine) -> None:
 
 
 def run_greedy(engine: Engine, bank: Bank, jobs: list[Job], engine_k: int, **fields: object) -> None:
-    """Run greedy requests that go on past EOS. Check that each text is the continuation that `bank` has from
-    transformers."""
+    """Run greedy requests that go on past EOS. Check that each text is the prompt's continuation in `bank`."""
     requests = submit(engine, bank, jobs, engine_k, ignore_eos=True, **fields)
     run(engine)
     for (which, _, max_tokens, _), made in zip(jobs, requests, strict=True):

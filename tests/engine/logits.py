@@ -1,4 +1,4 @@
-"""Requests that report the logits of every position, and the logits of a text without drafts. Holds no tests."""
+"""Requests that report the logits of every output token, and the logits of a text without drafts. Holds no tests."""
 
 import functools
 from pathlib import Path
@@ -11,7 +11,7 @@ from engine.harness import make_engine, run
 
 
 def with_logits(request_id: int, prompt: list[int], k: int | None, engine_k: int, tokens: int) -> Request:
-    """Return a greedy request that reports the logits of every position, prompt included."""
+    """Return a greedy request that reports all logits of every output token, in an engine with the options `LOGITS`."""
     params = SamplingParams(
         temperature=0.0,
         max_tokens=tokens,

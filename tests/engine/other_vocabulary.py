@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 @dataclass(frozen=True)
 class Renamed:
-    """A checkpoint with permuted token ids: `ids[i]` is the new id of the original id i; None if that is a padding
-    id."""
+    """A checkpoint with permuted token ids: `ids[i]` is the new id of the original id i; None if i is padding or its
+    token was renamed."""
 
     path: Path
     ids: list[int | None]

@@ -50,7 +50,7 @@ def train_parallel_draft(path: Path, texts: list[list[int]], *, steps: int = 80,
 
 
 def with_parallel_draft(bank: Bank, path: Path) -> Bank:
-    """Return the bank with a parallel draft, called `parallel`, trained on the texts of every other prompt."""
+    """Return the bank with a parallel draft, called `parallel`, trained on all prompts and their continuations."""
     texts = [prompt + text for prompt, text in zip(bank.prompts, bank.continuations, strict=True)]
     return replace(bank, drafts=bank.drafts | {"parallel": train_parallel_draft(path, texts)})
 

@@ -87,8 +87,8 @@ def test_deltas_make_the_whole(tokenizer: Tokenizer, steps: list[list[int]], dat
 
 
 def test_an_output_keeps_what_it_was(tokenizer: Tokenizer) -> None:
-    """Check that an output keeps its value if it is read after the stream has gone on. Copies and pickles are plain
-    outputs."""
+    """Check that an output keeps its value if it is read after the stream has gone on. A copy and an unpickled output
+    are equal to it, and of the type `CompletionOutput`."""
     stream = Stream(tokenizer)
     stream.take([300, 301])
     first = stream.output()

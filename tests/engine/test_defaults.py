@@ -85,7 +85,7 @@ def texts(folders: Callable[[str], tuple[Path, Path]]) -> Callable[[str, str], l
 
 
 def write(model: Path, dtype: str, **settings: object) -> tuple[list[list[int]], LLM]:
-    """The greedy tokens of every prompt, and the engine that wrote them."""
+    """Return the greedy tokens after each prompt, and the `LLM` that generated them."""
     llm = LLM(model=str(model), dtype=dtype, **settings)
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
@@ -141,7 +141,8 @@ def test_a_target_and_a_draft_of_which_one_has_windows(
 def test_steps_are_timed_where_k_is_planned(
     kind: str, method: str, folders: Callable[[str], tuple[Path, Path]]
 ) -> None:
-    """`num_speculative_tokens="auto"` measures steps at the start, also of models with several KV groups."""
+    """Check `num_speculative_tokens="auto"`, also for models with several KV groups: the engine has a planner, and its
+    text is that without drafts."""
     target, draft = folders(kind)
     text, _ = write(target, "float32")
     drafter = {"model": str(draft)} if method == "draft_model" else {"method": method}

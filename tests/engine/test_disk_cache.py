@@ -432,8 +432,8 @@ def test_a_full_disk_costs_the_cache_and_no_request(folder: Path, whole: tuple[l
 
 
 def test_an_idle_engine_goes_on_saving() -> None:
-    """Check that an idle engine goes on saving: a full queue takes the rest later, although no command wakes the
-    engine's thread."""
+    """Check that an idle engine goes on saving blocks: its thread calls `settle_idle` every `idle_interval` seconds,
+    although no command wakes it."""
     engine, done = ScriptedEngine(), threading.Event()
 
     def settle_idle() -> None:

@@ -66,7 +66,8 @@ def expected_counts(text: list[int], k: int, ids: set[int]) -> tuple[int, int]:
 def test_the_target_itself_drafts_what_comes_next_if_it_may(
     family: str, chosen: str, counts: Path, qwen_bank: Bank, request: pytest.FixtureRequest
 ) -> None:
-    """All drafts with an id of the part are accepted, and no other: an id that is mapped to another one is found."""
+    """Check a draft model that is the target itself, but drafts only some ids. Its drafts are accepted until the
+    target's next token is not among these ids."""
     bank, k, size = request.getfixturevalue(family), 4, 60
     by_count = {"draft_vocab_counts": str(counts)} if chosen == "most frequent" else {}
     ids = most_frequent(qwen_bank, size) if by_count else set(range(size))
@@ -137,7 +138,8 @@ def test_text_is_that_without_drafts(
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_two_token_draws_are_the_targets_own(rule: str, dtype: str, tmp_path: Path) -> None:
-    """With a q that is 0 on seven ids of sixteen."""
+    """Check that pairs of drawn tokens have the target's distribution, with a draft model that drafts nine of sixteen
+    ids."""
     shape = {"vocab": 16, "hidden": 32, "layers": 1, "kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
     target = make_checkpoint(tmp_path / "target", seed=5, **shape)
     draft = make_checkpoint(tmp_path / "draft", seed=6, **shape)
@@ -167,7 +169,8 @@ def test_synthetic_rates_come_out(native_qwen_bank: Bank) -> None:
 
 @pytest.mark.parametrize("draft_vocab", [VOCAB - 2, VOCAB + 13])
 def test_vocabularies_padded_differently(native_qwen_bank: Bank, draft_vocab: int, tmp_path: Path) -> None:
-    """The draft is fed all ids that it knows, not only those that it drafts."""
+    """Check a draft with fewer or more ids than the target. A `draft_vocab_size` of all ids that both have changes no
+    acceptance, because the draft is still fed every id; one more is rejected."""
     bank, known = native_qwen_bank, min(draft_vocab, VOCAB)
     draft = make_checkpoint(tmp_path, seed=9, vocab=draft_vocab, hidden=32, layers=1, kv_heads=1, head_dim=16)
     engine = make_engine(bank, draft, 3, {"draft_vocab_size": known})

@@ -43,7 +43,8 @@ def fields_of(windows: Windows) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def bank_of(tmp_path_factory: pytest.TempPathFactory) -> MakeBank:
-    """Return a function that makes a target with these windows, and a draft of its first layers with other windows."""
+    """Return a function that makes a target with the given windows, and a draft of its first layers with other
+    windows."""
     folder = tmp_path_factory.mktemp("windows")
 
     @functools.cache
@@ -161,8 +162,8 @@ def test_a_head_over_windows(windows: Windows, dtype: str, bank_of: MakeBank, tm
 
 
 def test_events_of_one_group(bank_of: MakeBank) -> None:
-    """Check that a target in which every layer has the same window has one group, so that its KV events are
-    unchanged."""
+    """Check that a target in which every layer has the same window is not split into KV groups if KV events are on.
+    Without events it is."""
     bank, fields = bank_of((5, 5, 5), (None,), "float64"), {"k": 2, "block_size": 4}
     assert blueprint(bank, **fields).window_groups != ()
     events = {"enable_kv_cache_events": True, "publisher": "null"}

@@ -64,7 +64,7 @@ def count_drafters(engine: Engine) -> list[set[int]]:
 @sweep(10)
 @given(data=st.data())
 def test_greedy_text(method: str, family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
-    """Check greedy texts against transformers, with other requests in the batch, preemptions and prefix hits."""
+    """Check greedy texts against the bank's, with other requests in the batch, preemptions and prefix hits."""
     bank: Bank = request.getfixturevalue(family)
     engine_k = data.draw(st.integers(0, 8), label="engine K")
     blocks_of_one = MAX_MODEL_LEN // 16
@@ -94,8 +94,8 @@ SAMPLED = [
 
 
 def sampled(bank: Bank, method: str, k: int, rule: str) -> tuple[list[list[int]], set[int]]:
-    """Return the texts of every prompt with every way of sampling, and the drafters that shared a step with another
-    one."""
+    """Return the text of each prompt, sampled with the entries of `SAMPLED` in turn, and the drafters that shared a
+    step with another one."""
     engine = make_engine(bank, method, k=k, rule=rule)
     seen, jobs = count_drafters(engine), []
     for i, prompt in enumerate(bank.prompts[:12]):

@@ -322,8 +322,8 @@ def test_a_request_that_allows_no_id_of_the_head(head_bank: Bank, temperature: f
 
 
 def test_a_head_that_is_not_finite_drafts_no_more(head_bank: Bank) -> None:
-    """Check that a head that is not finite drafts no more. No request continues from its KV, and texts stay as they
-    are."""
+    """Check that a request drafts no more once its head's values are not finite. A later request drafts again, and
+    texts stay as they are."""
     engine = head_engine(head_bank, "fitted", k=4, block_size=8, max_num_batched_tokens=512)
     jobs = [request(i, head_bank.prompts[5], k=None, max_tokens=20, engine_k=4, ignore_eos=True) for i in range(2)]
     engine.add_request(jobs[0])

@@ -24,7 +24,7 @@ from engine.harness import VOCAB, Bank, assert_idle, config, make_engine, reques
 
 
 def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int, model: Model | None) -> None:
-    """Let `model` return NaN for every row of a request whose fed tokens contain `marker`, and write NaN to its KV."""
+    """Let a pass of `model` return NaN for all rows of each request to which this pass feeds the token `marker`."""
     forward = TorchDecoder.forward
 
     def faulty(

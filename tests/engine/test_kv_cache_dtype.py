@@ -279,8 +279,8 @@ def test_numbers_of_another_type_are_rejected(pair: tuple[Path, dict[str, Path]]
 
 
 def quantized(source: Path, folder: Path, scales: dict[str, torch.Tensor]) -> Path:
-    """Write the checkpoint `source` in the format of compressed-tensors, with no weight quantized, and with the tensors
-    `scales` added."""
+    """Write a Qwen3 checkpoint in the format of compressed-tensors, with no weight quantized, and with the tensors
+    `scales` added. `source` is not read."""
     made = make_checkpoint(folder, "qwen3", seed=1, vocab=VOCAB)
     file = made / "model.safetensors"
     save_file({**load_file(file), **scales}, file)
@@ -333,8 +333,8 @@ def test_what_is_no_scale(pair: tuple[Path, dict[str, Path]], tmp_path: Path, va
 
 @pytest.mark.parametrize("codes", FRACTIONS)
 def test_scales_are_used(pair: tuple[Path, dict[str, Path]], tmp_path: Path, codes: torch.dtype) -> None:
-    """Check that scales are used: powers of two change nothing except at subnormal or too large numbers; scales that
-    are far off change the text."""
+    """Check that scales are used: scales that are far off change logits more than five times as much as scales of one
+    half do."""
     name = next(name for name, dtype in CODES.items() if dtype == codes)
 
     def logits(k: float, v: float) -> torch.Tensor:

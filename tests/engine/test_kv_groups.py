@@ -149,8 +149,8 @@ LONG = {"max_model_len": 1 << 15, "max_num_seqs": 1, "max_num_batched_tokens": 2
 
 @pytest.mark.parametrize(("depth", "chunk"), [(1, 2048), (2, 512), (2, 1024)])
 def test_a_quarter_of_the_memory_for_32k_positions(long_target: Path, depth: int, chunk: int) -> None:
-    """Check that 32k positions take at most a quarter of the memory, by what a request holds at most while steps of
-    `chunk` tokens are in flight (two on a GPU)."""
+    """Check the peak memory of a request of 32k positions while steps of `chunk` tokens are in flight (two on a GPU).
+    KV groups need at most a quarter of what a single group needs."""
     several, one = blueprints(long_target, depth, max_num_batched_tokens=chunk)
     assert several.depth == depth
     grouped, whole = (peak_blocks(made, 1 << 15) * made.bytes_per_block for made in (several, one))
@@ -160,8 +160,8 @@ def test_a_quarter_of_the_memory_for_32k_positions(long_target: Path, depth: int
 def test_a_quarter_of_the_memory_is_enough_with_steps_in_flight(
     long_target: Path,
 ) -> None:
-    """Check that a quarter of the memory is enough with steps in flight: a row that is short of blocks waits for
-    earlier steps to settle."""
+    """Check that a quarter of a single group's memory is enough with steps in flight: a row that is short of blocks
+    waits for earlier steps to settle."""
     several, one = blueprints(long_target, 2)
     blocks = int(0.25 * one.least_blocks * one.bytes_per_block) // several.bytes_per_block
     assert peak_blocks(several, 1 << 15) > blocks

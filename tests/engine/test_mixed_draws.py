@@ -20,7 +20,8 @@ from engine.test_sampling import TWO_TOKENS, check_two_token_draws
 
 @pytest.fixture(scope="module")
 def sixteen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A target over 16 ids and its drafters: over all ids, over the 12 that another tokenizer shares, over 9."""
+    """A target over 16 ids and its drafters: over all ids, over the 9 that another tokenizer shares, over 9 that a head
+    has."""
     folder = tmp_path_factory.mktemp("sixteen_mixed")
     shape: dict[str, Any] = {"vocab": 16, "hidden": 32, "layers": 6, "kv_heads": 1, "head_dim": 16}
     shape["initializer_range"] = 0.4

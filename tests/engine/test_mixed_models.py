@@ -58,7 +58,7 @@ def loaded(target: Path, draft: Path, kind: str) -> Weights:
 
 
 def texts(folders: tuple[Path, Path], target: str, draft: str, k: int, temperature: float) -> tuple[list[Request], int]:
-    """Run requests. Return their texts and the number of accepted drafts."""
+    """Run requests under the coupled rule. Return them, and the number of accepted drafts."""
     weights = replace(loaded(*folders, target), drafter=loaded(*folders, draft).drafter)
     fields: dict[str, Any] = {"max_num_batched_tokens": 24, "block_size": 8} | KINDS[target]
     engine = build_engine(config(*folders, k=3, rule="coupled", **fields), weights)

@@ -325,7 +325,8 @@ def test_fewer_ids_are_drafted(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_prefix_hit_is_kept_whole(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a prefix hit ends at a snapshot of states and is kept whole. The head starts anew after it."""
+    """Check that a prefix hit ends at a snapshot of states and is kept whole. The head keeps its context for a prompt
+    that was seen before, and starts anew where a prompt parts at the end of the hit."""
     assert MtpFacts.keeps_hits
     draw = random.Random(8)
     base = [draw.randrange(1, VOCAB) for _ in range(42)]

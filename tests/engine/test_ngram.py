@@ -69,8 +69,8 @@ def script(prompt: list[int], text: list[int], sizes: tuple[int, int], k: int) -
 @sweep(40)
 @given(data=st.data())
 def test_greedy_text_and_drafts(family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
-    """Check that texts are those of transformers, and that drafts and acceptance equal those of a plain script,
-    whatever other requests are in the batch."""
+    """Check that texts are the bank's, and that drafts and acceptance equal those of a plain script, whatever other
+    requests are in the batch."""
     bank: Bank = request.getfixturevalue(family)
     least = data.draw(st.integers(1, 4), label="prompt_lookup_min")
     sizes = (least, least + data.draw(st.integers(0, 3), label="more"))
@@ -131,7 +131,8 @@ SAMPLED = [
 def texts(
     target: Path, prompts: tuple[tuple[int, ...], ...], k: int, rule: str, dtype: str
 ) -> tuple[list[list[int]], int]:
-    """Return the texts of every prompt with every way of sampling, and the number of accepted drafts."""
+    """Return the text of each prompt, sampled with the entries of `SAMPLED` in turn, and the number of accepted
+    drafts."""
     engine = make_engine(target, k=k, sizes=(1, 2), rule=rule, dtype=dtype)
     jobs = []
     for i, prompt in enumerate(prompts):
@@ -154,7 +155,7 @@ def test_sampled_text_is_that_of_k_0_under_both_rules(rule: str, either: Bank) -
 
 
 def test_no_q_is_kept(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that no q is stored: neither rule allocates `[B, K, V]`."""
+    """Check that prompt lookup stores no q: under `rejection`, `torch.empty` makes no tensor of three dimensions."""
     engine = make_engine(qwen_bank.target, k=4, sizes=(1, 1))
     shapes = []
     empty = torch.empty
@@ -173,7 +174,8 @@ def test_no_q_is_kept(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_measures_and_plans(qwen_bank: Bank) -> None:
-    """Check `auto`: made-up prompts draft while steps are measured; afterwards texts are those of K = 0."""
+    """Check `auto` with prompt lookup: the engine has a planner, statistics count no drafts of the warm-up, and texts
+    are those of K = 0."""
     engine = make_engine(qwen_bank.target, k="auto", max_num_seqs=4)
     assert engine.planner is not None
     assert engine.stats().drafts == 0

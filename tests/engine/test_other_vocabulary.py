@@ -23,7 +23,7 @@ from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sam
 
 
 def translated(target: Path, draft: Path, k: int, dtype: str, **fields: object) -> EngineConfig:
-    """Make an engine whose draft model has another tokenizer."""
+    """Return the configuration of an engine whose draft model has another tokenizer."""
     speculative = {"model": str(draft), "num_speculative_tokens": k, "use_heterogeneous_vocab": True}
     return replace(config(target, draft, k=k, dtype=dtype, **fields), speculative_config=speculative)
 
@@ -102,8 +102,7 @@ def test_greedy_and_coupled_text_is_that_without_drafts(either: Bank, rule: str,
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_rejection_draws_are_the_targets_own(dtype: str, tmp_path: Path) -> None:
-    """Check that draws under `rejection` have the target's distribution, with a q that is 0 on a third of the
-    vocabulary."""
+    """Check that draws under `rejection` have the target's distribution, with a q that is 0 on seven ids of sixteen."""
     shape = {"vocab": 16, "hidden": 32, "layers": 1, "kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
     target = make_checkpoint(tmp_path / "target", seed=5, **shape)
     draft = rename(make_checkpoint(tmp_path / "plain", seed=6, **shape), tmp_path / "draft", dropped=4)

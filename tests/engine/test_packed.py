@@ -116,8 +116,8 @@ def test_integers_of_8_bits_are_in_use(files: dict[str, tuple[Path, Path]]) -> N
 def test_activations_of_files_without_blocks(
     files: dict[str, tuple[Path, Path]], tmp_path: Path, activations: str
 ) -> None:
-    """Check that 8-bit activations are rejected, with the field's name, if a target has no blocks. A draft need not
-    have any."""
+    """Check that activations of 8-bit and 16-bit integers are rejected, with the field's name, if the target has no
+    quantized matrix. A draft need not have any."""
     plain = make_checkpoint(tmp_path / "plain", "qwen3", layers=1, with_tokenizer=False)
     load_weights(config(files["Q4_K"][0], plain, k=1, dtype="float32", cpu_activations=activations))
     with pytest.raises(

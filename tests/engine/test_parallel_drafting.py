@@ -37,7 +37,7 @@ def banks(qwen_bank: Bank, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def parallel(target: Path, draft: Path, k: int, dtype: str, **fields: object) -> EngineConfig:
-    """Make an engine that drafts in parallel."""
+    """Return the configuration of an engine that drafts in parallel."""
     speculative = {"model": str(draft), "num_speculative_tokens": k, "parallel_drafting": True}
     return replace(config(target, draft, k=k, dtype=dtype, **fields), speculative_config=speculative)
 

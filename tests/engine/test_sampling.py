@@ -31,7 +31,8 @@ BAD_WORDS = [[40], [8, 34], [1, 2, 3]]
 
 
 def sampled(request_id: int, prompt: list[int], seed: int, k: int | None, engine_k: int, **params: object) -> Request:
-    """Return a request with the given parameters, without text."""
+    """Return a request that makes no text, with sampling parameters `params`. If `request_id` is a multiple of 3, its
+    bad words are `BAD_WORDS`."""
     defaults = {"max_tokens": LONGEST, "detokenize": False, "num_speculative_tokens": k}
     return Request(
         request_id,
@@ -52,7 +53,8 @@ def with_rule(engine: Engine, rule: str) -> Engine:
 def vanilla_text(
     target: Path, prompt: tuple[int, ...], which: int, seed: int, bad_words: bool, dtype: str, **fields: object
 ) -> list[int]:
-    """Return the text of the request when it runs alone, without a draft model."""
+    """Return the tokens of a request with parameters `SAMPLED[which]` that runs alone under `coupled`, without a draft
+    model."""
     engine = with_rule(make_engine(target, None, k=0, dtype=dtype, max_num_batched_tokens=512, **fields), "coupled")
     job = sampled(0 if bad_words else 1, list(prompt), seed, None, 0, **SAMPLED[which])
     engine.add_request(job)
@@ -206,7 +208,8 @@ TWO_TOKENS = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_l
 
 def check_two_token_draws(engine: Engine, target: Path, k: int, draws: int, least_acceptance: float = 0.1) -> None:
     """Sample the first three tokens `draws` times with an engine over 16 ids. Check the distributions of tokens 1 and 2
-    and of tokens 2 and 3 against the target's exact ones."""
+    and of tokens 2 and 3 against the target's exact ones, and that the acceptance rate lies between `least_acceptance`
+    and 0.9."""
     prompt, temperature = [3, 1, 4, 1, 5], 0.9
     asked = {"temperature": temperature, "max_tokens": 5, "ignore_eos": True, "detokenize": False}
     params = SamplingParams(num_speculative_tokens=k, **asked)

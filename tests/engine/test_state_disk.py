@@ -95,7 +95,8 @@ def config(path: Path, method: str | None, cache: Path | None, **fields: Any) ->
 
 @cache
 def weights(path: Path, method: str | None, changed: float) -> Weights:
-    """Loaded once per checkpoint, time of its change, and method: weights are never written to."""
+    """Load the weights once per checkpoint, time of its change, and method. They are shared, because weights are never
+    written to."""
     return load_weights(config(path, method, None))
 
 
@@ -132,8 +133,8 @@ def followed(jobs: list[Request]) -> list[list[int]]:
 
 @cache
 def plain(path: Path) -> list[Any]:
-    """Bits of the logits without drafts and without prefix cache: first for the prompts, then for prompts that continue
-    their texts."""
+    """Return tokens and log probabilities without drafts and without prefix cache: first for the prompts, then for
+    prompts that continue their texts."""
     made = config(path, None, None, enable_prefix_caching=False, state_cache_memory_bytes=None)
     engine = build_engine(made, load_weights(made))
     first = ask(engine, PROMPTS, None)
@@ -380,7 +381,8 @@ def test_a_snapshot_of_another_salt_is_not_read(path: Path, folder: Path) -> Non
 
 
 def test_files_of_other_settings_are_not_read(path: Path, folder: Path) -> None:
-    """Nor are they where files of these settings belong."""
+    """Check that files of another block size are not read, even if they are copied to where files of this block size
+    belong."""
     engine = start(path, "mtp", folder)
     ask(engine, PROMPTS[:1], "mtp")
     end(engine)

@@ -211,7 +211,7 @@ def test_texts_are_read_up_to_their_end(text_bank: Bank) -> None:
 
 
 def watch_feeding(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the number of its own tokens that each step feeds the drafter."""
+    """Return a list that gets, for each step, how many tokens the draft model is fed, in its own tokenization."""
     fed: list[int] = []
     forward, execute = CallableModel.forward, engine.runner.execute
 

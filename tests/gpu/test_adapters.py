@@ -40,7 +40,7 @@ def read(engine: Engine, requests: list[LoRARequest]) -> list[LoRAAdapter | None
 
 @pytest.mark.parametrize("k", [0, K])
 def test_the_cpu_loop_writes_the_same(make_engine: MakeEngine, requests: list[LoRARequest], k: int) -> None:
-    """Three adapters for two slots."""
+    """Check that a GPU and the CPU write nearly the same texts, with three adapters for two slots."""
     batch = [GREEDY.replace(num_speculative_tokens=k)] * 6
     texts = []
     for device in ("cuda", "cpu"):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the vari
 
 
 def assert_says(said: dict[str, str], name: str) -> None:
-    """Raise unless each library says that it uses the set `name`."""
+    """Raise unless each library says that it uses the set `name`. MKL is checked only on Intel's processors."""
     assert (said["ATen"], said["oneDNN"], said["OpenBLAS"]) == tuple(
         SAYS[name][library] for library in ("ATen", "oneDNN", "OpenBLAS")
     )

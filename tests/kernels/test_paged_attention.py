@@ -114,8 +114,8 @@ def make_batch(
 
 
 def reference(batch: Batch, before: Tensor, *, skip: int | None = None) -> dict[int, Tensor]:
-    """Return the output `[heads * D]` of every row at position >= 0, in float64; `before` is the cache before the
-    pass."""
+    """Return the output `[heads * D]` of every row at position >= 0 in float64, without the rows of request `skip`.
+    `before` is the cache before the pass."""
     cache = before.double().clone()
     for row, slot in enumerate(batch.slots.tolist()):
         if slot >= 0:

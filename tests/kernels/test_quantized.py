@@ -204,8 +204,8 @@ def test_arrays_that_are_no_super_blocks(weight: Array, message: str) -> None:
     ],
 )
 def test_what_no_layout_holds(given: Grouped) -> None:
-    """Check the errors for what no layout holds: groups of 16, interleaved groups, integers of 9 bits, numbers beyond
-    fp32."""
+    """Check that `packed` returns None for what no layout holds: groups of 16, interleaved groups, integers of 9 bits,
+    numbers beyond fp32."""
     assert given.packed() is None
 
 

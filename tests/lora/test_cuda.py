@@ -73,8 +73,8 @@ def span(request: int, start: int, end: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_their_adapters(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows and many, as with the adapter merged into the weights; an adapter of all modules, and one of some. The
-    72 rows go through the MLP in two parts, one of many rows and one of few."""
+    """Check passes of few rows and of many against models with the adapter merged into the weights. One adapter changes
+    all modules, one some. The 72 rows go through the MLP in two parts, one of many rows and one of few."""
     monkeypatch.setattr(stream, "MLP_ROWS", 65)
     checkpoint = make_checkpoint(tmp_path / "base", family, seed=1, with_tokenizer=False, **SIZES, **FAMILIES[family])
     leaves = tuple(leaves_of(checkpoint))

@@ -55,7 +55,8 @@ class TensorPasses:
 
 
 def native_inputs(inputs: PassInputs) -> NativeInputs:
-    """Return the same inputs as arrays, which share their memory where it is contiguous."""
+    """Return inputs as arrays, which share the tensors' memory where it is contiguous. Snapshots and rows of states are
+    left out."""
     return NativeInputs(
         input_ids=_array(inputs.input_ids),
         positions=_array(inputs.positions),

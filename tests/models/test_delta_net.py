@@ -142,7 +142,8 @@ def make_sized(folder: Path, sizes: str, **fields: Any) -> Path:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_logits(sizes: str, dtype: str, tmp_path: Path) -> None:
-    """Check native logits. With bfloat16, K and V are bf16 and the weights are exact in bf16."""
+    """Check native logits against torch in float64. With bfloat16, K and V are bf16 and the weights are exact in
+    bf16."""
     path = make_sized(tmp_path / "model", sizes, dtype=getattr(torch, dtype))
     with float64():
         expected = Feeder(load_model(path, dtype="float64")).feed_chunks(TOKENS, [9, 14])

@@ -69,8 +69,8 @@ def head(folder: Path, name: str, dtype: torch.dtype) -> Eagle3Head:
 
 @functools.cache
 def expected(folder: Path, name: str) -> tuple[list[int], Tensor, list[int], Tensor]:
-    """Return the script's tokens, layer entries `[LENGTH, L, Ht]`, greedy drafts after them, and logits of these
-    `[DRAFTS, Vd]`."""
+    """Return the script's tokens, layer entries `[LENGTH, L, Ht]`, greedy drafts after them, and the logits of the
+    text's rows and of the drafts, `[LENGTH - 2 + DRAFTS, Vd]`."""
     rng = random.Random(5)
     target = load(folder / "target")
     reference = Head(make(folder, name), target)

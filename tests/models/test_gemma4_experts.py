@@ -85,7 +85,7 @@ def test_native_logits(folder: Path, variant: str, dtype: str, tmp_path: Path) -
 
 
 def test_rows_rounded_to_bf16_have_one_order_of_sums(tmp_path: Path) -> None:
-    """The router's rows are not rounded."""
+    """Check that rows rounded to bf16 give the same bits for any chunks."""
     path = make_gemma4(tmp_path / "model", "gemma4, experts", dtype=torch.bfloat16)
     model = load_native(path, dtype="bfloat16").on_pool(CpuPool(2), activations="bf16")
     whole = fed(model)
@@ -175,7 +175,7 @@ def _swapped(e: Any) -> Any:
 
 
 def _norm_of_the_mlp(w: Any) -> Any:
-    """Experts read the MLP's input."""
+    """Plant a mistake: experts read the MLP's input."""
     layers = [
         replace(o, experts=replace(o.experts, norms=replace(o.experts.norms, expert_input=o.post_attention_norm)))
         for o in w.layers
@@ -282,7 +282,8 @@ def test_wrong_fields_are_named(folder: Path, fields: dict[str, Any], message: s
 
 
 def test_a_model_of_the_published_size_has_the_weights_of_its_name() -> None:
-    """26B-A4B."""
+    """Check the configuration of Gemma 4 26B-A4B: it has about 26 billion parameters, of which a token reads about 4
+    billion."""
     config = parse_config(
         {
             "architectures": ["Gemma4ForCausalLM"],

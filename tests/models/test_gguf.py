@@ -155,8 +155,8 @@ def test_a_header_of_a_large_vocabulary(tmp_path: Path) -> None:
 
 
 def test_types_that_need_the_package(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check types that need the package `gguf`: without it other types are read, and these are rejected with what to
-    install."""
+    """Check files without the package `gguf`. With default activations all of them load. With fp32 activations, a type
+    that only the package dequantizes is rejected with what to install."""
     paths = {kind: write_gguf(wide, tmp_path / f"{kind}.gguf", kind) for kind in ("BF16", "Q4_0", "Q6_K", "Q4_K")}
     monkeypatch.setitem(sys.modules, "gguf", None)
     for kind in ("BF16", "Q4_0", "Q6_K"):

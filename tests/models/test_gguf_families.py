@@ -246,7 +246,8 @@ def test_metadata_that_is_rejected(
 
 @pytest.mark.parametrize("exponent", [253, 255])
 def test_an_exponent_that_is_no_number_is_named(exponent: int, source: Callable[[str], Path], tmp_path: Path) -> None:
-    """The error names the row, counted through all experts, and the first column of the block."""
+    """Check the error for an exponent of MXFP4 that is no number. It names the row, counted through all experts, and
+    the first column of the block."""
     path = write_gguf(source("gpt-oss"), tmp_path / "model.gguf", "MXFP4")
     file, name = open_gguf(path), "blk.1.ffn_down_exps.weight"
     experts, out, size = file.tensors[name].shape

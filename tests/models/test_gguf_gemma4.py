@@ -96,7 +96,8 @@ def test_blocks_of_a_file_are_their_numbers(folder: Path, variant: str, kind: st
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
 @pytest.mark.parametrize("variant", ["gemma4", "gemma4, experts"])
 def test_large_blocks_stay_packed(variant: str, kind: str, tmp_path: Path) -> None:
-    """Blocks of 256 inputs, of all matrices but the router: experts and embeddings of layers are packed, too."""
+    """Check that native weights keep the file's blocks packed, also those of experts and of layers' embeddings, and
+    that logits are near torch's."""
     sizes: dict[str, Any] = {"hidden": 256, "intermediate": 256, "head_dim": 64, "global_head_dim": 64, "layers": 4}
     sizes["final_logit_softcapping"] = 500.0  # less would cut off logits of random weights
     sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 1, "kv_heads": 2}
@@ -120,7 +121,8 @@ def test_large_blocks_stay_packed(variant: str, kind: str, tmp_path: Path) -> No
 
 
 def test_keys_of_sharing_layers_are_left_out(folder: Path, tmp_path: Path) -> None:
-    """Converters write k and v tensors of layers that attend to another layer's, if the checkpoint has them."""
+    """Check that k and v tensors of layers that attend to another layer's are ignored. Converters write them if the
+    checkpoint has them."""
     source = make(folder, "gemma4")
     extra = {f"blk.4.attn_{x}.weight": np.full((32, 64), np.nan, np.float32) for x in "kv"}
     extra["blk.4.attn_k_norm.weight"] = np.full(16, np.nan, np.float32)
@@ -151,7 +153,7 @@ def test_embeddings_of_more_ids_than_the_vocabulary(tmp_path: Path) -> None:
 def test_a_converter_that_shifts_a_tensor_is_found(
     leaf: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No tensor of the file is lost: one more in any of them changes the logits."""
+    """Check that a tensor of the file is read: with 1 added to its numbers, logits differ from the checkpoint's."""
     source, parts = make(folder, "gemma4, experts and embeddings"), gguf_families._parts
 
     def shifted(config: Any, architecture: str, name: str, numbers: torch.Tensor) -> Any:
@@ -187,7 +189,7 @@ def test_a_converter_that_shifts_a_tensor_is_found(
     ],
 )
 def test_metadata_that_is_rejected(fields: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
-    """The error names the file, the field and its value."""
+    """Check that the error for wrong metadata names the file, the field and its value."""
     replaced = {f"gemma4__{field}": value for field, value in fields.items()}
     path = write_gguf(make(folder, "gemma4"), tmp_path / "model.gguf", "F32", replaced)
     with pytest.raises(CheckpointError, match=rf"(?s)^{path}: .*{message}"):

@@ -102,7 +102,8 @@ def test_blocks_of_a_file_are_their_numbers(
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_blocks_that_span_value_heads(kind: str, tmp_path: Path) -> None:
-    """Check that blocks of 256 inputs of the output projection, which span four value heads, stay packed."""
+    """Check an output projection with blocks of 256 inputs, each of which spans four value heads. Native logits and
+    those of the dequantized weights, with heads in the checkpoint's order, are near torch's."""
     sizes = {"hidden": 256, "intermediate": 256, "head_dim": 64, "kv_heads": 2, "linear_value_head_dim": 64}
     folder = make_checkpoint(tmp_path / "source", "qwen3_5_text", vocab=400, **sizes)
     path = write_gguf(folder, tmp_path / "model.gguf", kind)
@@ -277,7 +278,7 @@ def head(width: int) -> dict[str, np.ndarray]:
 def test_tensors_of_an_mtp_head_have_its_names(
     source: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Check that tensors of an MTP head get its names. `block_count` includes the head's layer, and the text is that
+    """Check that tensors of an MTP head get its names. `block_count` includes the head's layer, and logits are those
     without a head."""
     folder = source("qwen35, one value head")
     fields = {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}

@@ -42,6 +42,6 @@ def test_gemma() -> None:
 
 
 def test_one_window() -> None:
-    """Check 32 layers with one window: one group, or 2 to 8."""
+    """Check the group sizes for 32 layers with one window: these make one KV group, or 2 to 8."""
     assert group_sizes([512] * 32) == [32, 16, 11, 8, 7, 6, 5, 4]
     assert kv_groups([512] * 32, 11).windows == (512, 512, 512)

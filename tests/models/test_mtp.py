@@ -263,8 +263,8 @@ def test_a_head_of_a_quantized_target(tmp_path: Path, quantization: str, size: i
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain head", "quantized head"])
 @pytest.mark.parametrize("kind", ["torch", "native"])
 def test_a_head_in_a_quantized_checkpoint(tmp_path: Path, quantized: bool, kind: str) -> None:
-    """Check a head in a quantized checkpoint. Its tensors decide whether it is quantized; config.json does not mention
-    the plain one."""
+    """Check a head in a quantized checkpoint. Its tensors decide whether it is quantized; config.json does not list an
+    unquantized head."""
     source = make_checkpoint(tmp_path / "source", "qwen3_5_text", vocab=VOCAB, hidden=48, head_dim=16, kv_heads=2)
     path = tmp_path / "quantized"
     whole = [f"model.layers.0.linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")]

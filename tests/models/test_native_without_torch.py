@@ -110,7 +110,8 @@ def test_logits_are_those_with_torch(cases: dict[str, dict[str, Any]], without: 
 
 
 def test_nothing_heavy_is_imported(without: tuple[Any, dict[str, Any]]) -> None:
-    """Check that nothing heavy is imported. The package gguf is only for types that specrs does not read itself."""
+    """Check that native models import neither torch, triton nor transformers. The package gguf is imported only for
+    types that specrs does not read itself."""
     imported = dict(without[1])
     for kind in OTHER_GGUF:
         assert imported.pop(f"gguf {kind}") == ["gguf"]

@@ -151,7 +151,8 @@ def test_the_text_checkpoint_of_it(architecture: str, spelling: str, tie: bool, 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_experts_of_a_text_checkpoint(spelling: str, tmp_path: Path) -> None:
-    """Experts of a layer in one tensor per projection, whose names end in no `.weight`."""
+    """Check a multimodal checkpoint whose experts are in one tensor per projection, with names that do not end in
+    `.weight`."""
     text = make_gemma4(tmp_path / "text", "gemma4, experts")
     path = wrapped(text, tmp_path / "wrapped", "Gemma4ForConditionalGeneration", spelling)
     assert torch.equal(logits(load_native(path)), logits(load_native(text)))

@@ -56,7 +56,7 @@ def on_two_ranks(
 
 
 def generate(engine: Engine, params: Sequence[SamplingParams], grammar: Any = None) -> list[Request]:
-    """Run every prompt to its end, the last one with a `grammar`."""
+    """Run `PROMPTS[1:]` to their ends, one with each of `params`, and the last one with `grammar`."""
     requests = [
         Request(
             i,

@@ -91,7 +91,7 @@ class FakeMemory(SymmetricExchanges):
 
 
 def make(target: Path, rank: int, exchanges: Exchanges, degree: int, max_num_seqs: int = 4) -> tuple[Context, object]:
-    """Return the context of a rank, and everything that it captures, by name."""
+    """Return the context of a rank, and the keys of everything that it captures, in order."""
     ranks = cast("Ranks", Rank(rank, exchanges))
     config = EngineConfig(
         model=str(target),
@@ -176,7 +176,7 @@ def test_what_symmetric_memory_takes(dtype: torch.dtype, staged: bool, group: di
 
 @pytest.mark.usefixtures("group")
 def test_a_whole_head_has_the_targets_types(target: Path) -> None:
-    """Check that a whole LM head and embedding of a draft stay in 16 bits, as those of a target in parts on GPUs."""
+    """Check that a target in parts gives a whole draft the whole LM head and embedding, in 16 bits and on its GPU."""
     with FakeTensorMode():
         model = fake_decoder(target, torch.bfloat16, ranks=cast("Ranks", Rank(0, GroupExchanges())))
         head, embedding = model.whole_lm_head(), model.whole_embedding()

@@ -66,8 +66,8 @@ def split_logits(w: dict[str, Tensor], ids: list[int], parts: int) -> Tensor:
 
 
 def greedy(w: dict[str, Tensor], prompt: list[int]) -> list[int]:
-    """Return `prompt` continued by `NEW` greedy tokens. Checks that the best logit always leads by more than the orders
-    of sums can change."""
+    """Return the `NEW` greedy tokens after `prompt`. Checks that the best logit always leads by more than the orders of
+    sums can change."""
     ids = list(prompt)
     for _ in range(NEW):
         logits, tokens = split_logits(w, ids, 2)[-1].topk(2)

@@ -1,4 +1,5 @@
-"""A state machine drives the engine at depth 2: whatever the order of events, text and invariants hold."""
+"""A state machine drives the engine with one or two steps in flight: whatever the order of events, text and invariants
+hold."""
 
 import contextlib
 from pathlib import Path

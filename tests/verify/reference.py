@@ -32,7 +32,7 @@ class Request:
 
 
 def keep_top_k(x: Row, k: int) -> NDArray[np.bool_]:
-    """Keep the k largest, with all that equal the last of them."""
+    """Return a mask of the k largest logits and of all that equal the smallest of them. With k = 0 it keeps all."""
     return np.ones(len(x), dtype=bool) if k == 0 else x >= sorted(x, reverse=True)[min(k, len(x)) - 1]
 
 

@@ -99,7 +99,8 @@ def by_own_draws(
     ),
 )
 def test_a_point_mass_as_q(name: str, draft: str, verify: Verify, noise: tuple[Noise, Noise]) -> None:
-    """Check that both forms of the rule keep the distribution, and accept a draft with its probability under p."""
+    """Check that a point mass as q keeps the distribution, by the rule's formula and by the target's own draws. A draft
+    is accepted with its probability under p."""
     w = world(REQUESTS[name], draft)
     counts, accepted = decode_pairs(w, noise, verify)
     assert sigma(counts, w.pairs) < LIMIT
@@ -144,8 +145,8 @@ def test_noise_shared_between_draft_and_last_draw_is_seen(draft: str, noise: tup
 
 @pytest.mark.parametrize("draft", ["unrelated", "negative"])
 def test_q_that_was_not_drawn_from_is_seen(draft: str, noise: tuple[Noise, Noise]) -> None:
-    """Check that a wrong q is noticed: recomputed at another temperature, or one-hot in the residual only, after a test
-    with the true one."""
+    """Check that a wrong q is noticed: recomputed at another temperature, or one-hot in the residual only, while
+    acceptance uses the true one."""
 
     def recomputed(
         p: Tensor, q_start: Tensor, q: Tensor, drafts: Tensor, num_drafts: Tensor, nodes: Tensor, n: Noise

@@ -149,8 +149,8 @@ def expected(case: Case, rows: AskedRows, positions: Tensor) -> tuple[Tensor, Te
 
 
 def same(mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
-    """Check equal bits of rows, and equal largest logits. In a row that was faulty before, only its largest logit
-    matters."""
+    """Return whether rows have equal bits, and equal largest logits. In a row that was faulty before, only its largest
+    logit matters."""
     faulty = theirs[0].isnan().any(dim=1) | (theirs[0] == torch.inf).any(dim=1)
     return mine[0][~faulty].equal(theirs[0][~faulty]) and mine[1].nan_to_num(9e9).equal(theirs[1].nan_to_num(9e9))
 

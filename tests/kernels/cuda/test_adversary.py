@@ -90,7 +90,7 @@ RUNS: dict[str, tuple[ModuleType, Run]] = {
 
 
 def survives(module: ModuleType, run: Run, expected: Tensor) -> bool:
-    """Return whether every order of programs gives the same bits and leaves counters at zero."""
+    """Return whether the adversary, with each of `SEEDS`, gets the bits of `expected` and leaves counters at zero."""
     for seed in SEEDS:
         with adversary(seed):
             out, counters = run(module)
@@ -163,8 +163,8 @@ def test_planted(fault: str, tmp_path: Path) -> None:
 
 
 def test_the_plain_interpreter_sees_none_of_most(tmp_path: Path) -> None:
-    """Check that the plain interpreter notices few of the faults: it runs one program after the other, so `.cg` and
-    barriers make no difference."""
+    """Check that the plain interpreter does not notice a load without `.cg` and a missing barrier, because it runs one
+    program after the other."""
     changes: list[tuple[str, str]] = [change for fault in ("a load without .cg", "no barrier ahead of the count")
                                       for change in FAULTS[fault][1]]  # fmt: skip
     out: Any = multiply(planted(skinny_linear, tmp_path, changes))[0]

@@ -16,8 +16,8 @@ from kernels.cuda.test_prepare import POISON, sequences_of
 
 
 def run(case: Case, out: dict[str, torch.Tensor], further: int) -> tuple[GroupRows, torch.Tensor]:
-    """Run the kernel over random tables of `further` groups after `prepare_iteration` wrote `out`. Return the
-    tables."""
+    """Run the kernel over random tables of `further` groups after `prepare_iteration` wrote `out`. Return what the
+    kernel writes, and the tables."""
     rows, blocks = case.state.block_table.shape
     tables = torch.randperm(2000)[: further * rows * blocks].view(further, rows, blocks)
     verify = VerifyRows(**{name: out[f"verify_{name}"] for name in ("ids", "positions", "slots", "draws", "rows")})

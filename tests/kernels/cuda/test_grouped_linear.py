@@ -111,7 +111,7 @@ def test_a_scale_of_two_experts_is_an_error() -> None:
 
 
 def test_an_expert_of_several_tiles() -> None:
-    """Check an expert with several tiles: all 150 rows are sent to expert 2, and tiles have 64 rows."""
+    """Check an expert with several tiles: all but one of 150 rows are sent to expert 2, and tiles have 64 rows."""
     ids = torch.full((150, 1), 2, dtype=torch.int32)
     ids[7] = 0
     x, weight, pairs, out = operands(ids, 18, 20, 1, gated=False)

@@ -14,7 +14,8 @@ from .tolerance import assert_near
 
 
 def run(x: Tensor, weight: Tensor, *, programs: int = 3, keep: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, largest logits and all logits. Checks that counters are zero afterwards; scratch begins as NaN."""
+    """Return ids, largest logits and all logits, which are NaN unless `keep`. Checks that counters are zero afterwards;
+    scratch begins as NaN."""
     rows, n = x.shape[0], weight.shape[0]
     steps = -(-n // 16) * -(-x.shape[1] // 16)
     config = LinearConfig(16, 16, min(programs, steps), 4, 1)

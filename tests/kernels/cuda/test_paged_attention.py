@@ -345,8 +345,8 @@ def test_splits_follow_the_free_multiprocessors(batch: int, splits: int, blocks_
     [(1, 18, 8), (1, 32, 8), (1, 64, 4), (1, 96, 2), (1, 128, 2), (1, 160, 1), (1, 256, 1), (4, 60, 2), (8, 256, 1)],
 )
 def test_chunks_of_known_rows_fill_the_device_once(batch: int, rows: int, splits: int) -> None:
-    """Check that a long context is split among the multiprocessors that other tiles leave free, and a short one is not
-    split."""
+    """Check that a long context is split among the multiprocessors that other tiles leave free: the programs of split
+    chunks fit on the device at once. Chunks of many rows are not split."""
     unknown = chosen_for_32b(batch=batch, max_q_len=rows, span=1 << 17)
     sizes = {"batch": batch, "max_q_len": rows, "num_kv_heads": 8, "span": 1 << 17}
     config = unknown.of_chunks(rows, limits=ABSENT, **sizes)
@@ -369,8 +369,8 @@ def test_a_long_chunk_in_parts(window: int | None) -> None:
 @pytest.mark.parametrize("batch", [1, 4, 8, 9, 16, 32, 64])
 @pytest.mark.parametrize("context", [1 << 15, 1 << 17])
 def test_a_long_context_next_to_short_ones_is_cut_up(batch: int, context: int) -> None:
-    """Check that a long context next to short ones is split: no program reads more than half of it, and with up to 16
-    requests no more than an eighth."""
+    """Check that a long context next to short ones is split: no program reads more than about half of it, or an eighth
+    with 1 or with 8 to 16 requests."""
     config = chosen_for_32b(batch=batch, max_q_len=6, span=context)
     blocks = -(-context // config.block_n)
     most = max(Counter(block // config.blocks_per_split % config.splits for block in range(blocks)).values())

@@ -24,7 +24,7 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
 def random_quantized(coding: Coding, out: int, size: int, seed: int = 0) -> QuantizedWeight:
-    """Return a weight with every code, and with distinct scales."""
+    """Return a weight of random codes, none of which is NaN, with random scales."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 1 << coding.bits, (out, size), generator=generator, dtype=torch.uint8)
     if coding.kind == "fp8":
@@ -172,8 +172,8 @@ def test_grouped_codes_are_packed_with_and_without_zero_points() -> None:
 
 
 def test_fused_and_cut() -> None:
-    """Check fusing and sharding: parts of different codings become one dequantized weight, or stay apart; shards have
-    the numbers of their part."""
+    """Check fusing and sharding: weights whose codings fit become one quantized weight with the same numbers, others
+    stay apart; shards have the numbers of their part."""
     block = Coding("fp8", 32, outputs=8)
     parts = [random_quantized(block, out, 64, seed) for seed, out in enumerate((16, 12, 20))]
     symmetric, zeroed = (
@@ -264,7 +264,7 @@ def test_every_operand_is_used() -> None:
 
 
 def test_mxfp4_is_packed_as_it_is() -> None:
-    """Every number with every scale, also the smallest and the largest."""
+    """Check that MXFP4 stays MXFP4 when it is packed and keeps its values, for every code with every scale."""
     exponents = torch.arange(253, dtype=torch.uint8)[:, None].repeat(1, 2)
     codes = torch.arange(16, dtype=torch.uint8).repeat(4).repeat(253, 1)
     raw = E2M1(codes.numpy(), exponents.numpy())
