@@ -173,7 +173,7 @@ def _phi3(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
 def file_tensors(
     config: dict[str, Any], architecture: str, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Return name and float32 numbers of each tensor in the GGUF file."""
+    """Yield name and float32 numbers of each tensor in the GGUF file of a checkpoint with these `tensors`."""
     (known,) = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
     stacks: dict[str, dict[int, torch.Tensor]] = {}
