@@ -1,4 +1,5 @@
-"""Work of the parsers is linear in the length of the text, and ordinary text takes none but an event."""
+"""Work of the parsers is linear in the length of the text, and for ordinary text they take no step: it becomes an event
+at once."""
 
 import json
 from collections.abc import Callable
