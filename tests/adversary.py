@@ -30,7 +30,8 @@ RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 @dataclass(eq=False)
 class Program:
-    """One program of a launch, with the stores that only it can see: address, and the bytes of an element."""
+    """One program of a launch, with the stores that only it can see: address, and the bytes of an element.
+    `behind_barrier` has those since its last barrier, `ahead_of_barrier` earlier ones."""
 
     place: tuple[int, int, int]
     behind_barrier: dict[int, bytes] = field(default_factory=dict)
@@ -106,8 +107,8 @@ class Grid:
     def load(
         self, pointers: NDArray[Any], mask: NDArray[Any], other: NDArray[Any], dtype: Any, fresh: bool
     ) -> NDArray[Any]:
-        """Return the elements as the running program sees them: its own stores, and those that others have
-        published."""
+        """Return the elements as the running program sees them: its own stores, and with `fresh` those that others have
+        published. Without `fresh`, what others have stored is as it was before the launch."""
         self.switch()
         program = self.running
         assert program is not None
@@ -123,7 +124,8 @@ class Grid:
         return found
 
     def atomic(self, operation: Callable[[], Any], pointers: NDArray[Any], releases: bool) -> Any:
-        """Do an atomic `operation` on memory, after publishing the running program's stores if it releases."""
+        """Do an atomic `operation` on memory, after publishing the running program's stores to `pointers`. If it
+        releases, stores before the last barrier are published, too."""
         self.switch()
         program = self.running
         assert program is not None

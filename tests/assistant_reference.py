@@ -24,8 +24,9 @@ KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
 def _modes(config: Any) -> list[str | None]:
-    """Return what each layer does with keys and values: `reuse` for layers that share, `store` for the last of each
-    kind that has some. transformers 5.23 fails if all layers share, and stores nothing if none does."""
+    """Return what each layer does with keys and values: `reuse` for layers that share, `store` for the last layer of
+    each kind among the others, else None. transformers 5.23 fails if all layers share, and stores nothing if none
+    does."""
     first = config.num_hidden_layers - config.num_kv_shared_layers
     modes: list[str | None] = [None] * first + ["reuse"] * config.num_kv_shared_layers
     for kind in set(config.layer_types[:first]):

@@ -218,7 +218,7 @@ def make_checkpoint(
 
 
 def _is_factor(name: str) -> bool:
-    """Whether a tensor is a norm's weights, or factors of a router."""
+    """Return whether the tensor `name` has a norm's weights, or factors of a router."""
     return re.search(r"norm(_\d)?\.weight$|router\.\w*scale$", name) is not None
 
 
@@ -245,8 +245,9 @@ def make_eagle3(
 
     `layout` is `llama` (`LlamaForCausalLMEagle3`, `midlayer.*`) or `speculators` (`layers.0.*`, with `layer` `llama` or
     `qwen3`). `vocab` ids are drafted, a random choice of the target's with a table `d2t`; None: all, without a table
-    and with the target's LM head. `layer_ids` None leaves them out, so that the default holds. `flags` are
-    `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`, or other fields of config.json.
+    and with the target's LM head. If `hidden` differs from the target's hidden size, the head has an embedding and an
+    LM head of its own. `layer_ids` None leaves them out, so that the default holds. `flags` are `norm_before_residual`,
+    `norm_before_fc`, `fc_norm`, `norm_output`, or other fields of config.json.
     """
     generator = torch.Generator().manual_seed(seed)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))

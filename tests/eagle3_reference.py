@@ -37,7 +37,7 @@ class Speculation:
 
 
 class Head:
-    """An EAGLE-3 head of either format, for the transformers model `target`."""
+    """An EAGLE-3 head for the transformers model `target`, in either `layout` of `checkpoints.make_eagle3`."""
 
     def __init__(self, folder: Path, target: Any, dtype: torch.dtype = torch.float64, layer_ids: Any = None) -> None:
         raw = json.loads((folder / "config.json").read_text())

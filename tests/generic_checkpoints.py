@@ -1,4 +1,5 @@
-"""Small random checkpoints of architectures that specrs has no decoder for. Holds no tests; downloads nothing."""
+"""Small random checkpoints of architectures that transformers' own modules compute; for some of them specrs has a
+decoder, too. Holds no tests; downloads nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def make_generic(path: Path, model_type: str, *, seed: int = 0, initializer_range: float = 0.3, **fields: Any) -> Path:
     """Write a random checkpoint of `model_type` under `path` (created) and return `path`.
 
-    All weights, also of norms and biases, are normal(0, `initializer_range`) from `seed`, in float64.
+    All weights and biases are normal(0, `initializer_range`) from `seed`, in float64. Vectors with `norm` in their name
+    are 1 more.
     """
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
     config = CONFIG_MAPPING[model_type](**(ARCHITECTURES.get(model_type, _PLAIN) | ends | fields))

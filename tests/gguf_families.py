@@ -29,7 +29,7 @@ FILE_NAMES = {
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 """Architectures whose GGUF files have permuted q and k."""
 SHIFTED = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
-"""Architectures whose norm weights are stored plus 1."""
+"""Architectures whose GGUF files store norm weights with 1 added, except those of delta nets."""
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", "mlp.router", "block_sparse_moe.gate", "router.proj")
 
@@ -173,7 +173,7 @@ def _phi3(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
 def file_tensors(
     config: dict[str, Any], architecture: str, tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Return name and float32 numbers of each tensor in the GGUF file."""
+    """Yield name and float32 numbers of each tensor in the GGUF file of a checkpoint with these `tensors`."""
     (known,) = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
     stacks: dict[str, dict[int, torch.Tensor]] = {}
@@ -317,5 +317,6 @@ def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 
 
 def is_matrix(name: str, tensor: torch.Tensor) -> bool:
-    """Return whether a file stores the checkpoint's tensor `name` in blocks, if it has blocks at all."""
+    """Return whether a GGUF file stores the checkpoint's two-dimensional tensor `name` in blocks, if it has blocks at
+    all. False for three-dimensional stacks of experts, although files store them in blocks, too."""
     return tensor.ndim == 2 and not name.removesuffix(".weight").endswith(ROUTERS) and not name.endswith("_bias")

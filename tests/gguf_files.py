@@ -13,7 +13,7 @@ from gguf_families import FILE_NAMES, architecture_fields, file_tensors
 from safetensors.torch import load_file
 
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
-"""GGUF types that the package can quantize to."""
+"""GGUF types that the package `gguf` can quantize to."""
 
 
 def gguf_name(name: str) -> str:
@@ -50,7 +50,7 @@ def write_gguf(
     **fields: Any,
 ) -> Path:
     """Write the checkpoint at `source` as a GGUF file. Matrices have the type `kind`; norms, routers and biases have
-    `plain`.
+    `plain`. If `kind` is not in `WRITTEN`, matrices are random blocks from `seed`, not the checkpoint's.
 
     `architecture` is the file's name for the family, if there are several. With `tensors_in_a_part` the model is in
     several files of as many tensors, and the first one is returned.

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 
 def ops() -> dict[str, CustomOpDef]:
-    """Return every op of the folder by name."""
+    """Return every op of `specrs.kernels.cuda` by name."""
     found: dict[str, CustomOpDef] = {}
     for module in pkgutil.iter_modules(specrs.kernels.cuda.__path__):
         content = vars(importlib.import_module(f"specrs.kernels.cuda.{module.name}"))
@@ -31,7 +31,8 @@ _inside = False
 
 
 def install(device: str = "cuda") -> None:
-    """Register the implementations. Must be called before the first call of an op."""
+    """Let every op of `specrs.kernels.cuda` run on `device` if it is called with CPU tensors. Must be called before the
+    first call of an op. With "cpu", launches past the shuttle raise from then on."""
     if device == "cpu":
         refuse_direct_launches()
     for op in ops().values():
@@ -51,7 +52,8 @@ def refuse_direct_launches() -> None:
 
 
 def shuttle(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    """Run `function` on `device` with tensors of the host."""
+    """Return `function` for tensors of the host: it gets copies on `device`, and what it writes there is copied
+    back."""
 
     def run(*args: Any) -> None:
         global _inside

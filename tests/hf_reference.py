@@ -124,7 +124,8 @@ def count_parallel_acceptance(
     statistics: Statistics,
 ) -> tuple[list[int], list[list[int]]]:
     """Do what `count_acceptance` does, with all drafts of an iteration from one pass of the draft: over the text and
-    K_r - 1 mask tokens after it. Nothing is cached. Returns the text and the drafts of every iteration."""
+    K_r - 1 mask tokens after it. Nothing is cached. Returns the new tokens, and the drafts of each iteration that has
+    some."""
     tokens, limit, proposed = list(prompt), len(prompt) + max_new_tokens, []
     statistics.per_position += [0] * (k - len(statistics.per_position))
     tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))

@@ -49,7 +49,8 @@ torch.ops.mkldnn._linear_pointwise(x, torch.ops.mkldnn._reorder_linear_weight(x,
 
 def chosen() -> dict[str, str]:
     """Return the variables of the set named in `SPECRS_ISA`; none if it is unset or empty. They must be set before
-    torch is imported. Raises if torch is already imported, or for an unknown name."""
+    torch is imported. Raises if torch or numpy is already imported, for an unknown name, and on a machine that is not
+    x86-64."""
     name = os.environ.get(VARIABLE)
     if not name:
         return {}

@@ -80,7 +80,7 @@ class Script:
         if target.dtype == torch.float64 and self.model._can_set_experts_implementation():
             self.model.set_experts_implementation("eager")  # torch's grouped product has no float64
         self.layer_ids = [target.config.num_hidden_layers]
-        """The last hidden state is the one after the final norm."""
+        """Index of the target's hidden state after the final norm, which transformers returns last."""
         self.target_ids = torch.arange(target.config.vocab_size)
 
     def run(self, hidden: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ def make_reranker(folder: Path) -> Path:
 
 
 def with_answers(folder: Path, *, chatml: bool = True) -> Path:
-    """Give the tokenizer in `folder` single tokens for the answers, and Qwen3's special tokens if `chatml`."""
+    """Give the tokenizer in `folder` single tokens for the answers, and Qwen3's special tokens if `chatml`. The tokens
+    that had its last eight ids are removed."""
     content = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     for token in list(vocabulary):
@@ -51,7 +52,8 @@ def question(query: str, document: str, instruction: str = INSTRUCTION) -> str:
 
 
 def as_embedding(source: Path, folder: Path, mode: str = "lasttoken", last: str = "Normalize") -> Path:
-    """Copy the checkpoint `source` and add the files of sentence-transformers."""
+    """Link the files of the checkpoint `source` into `folder`, and add the files of sentence-transformers. `mode` is
+    the pooling, and `last` the type of the last module."""
     folder.mkdir()
     for file in source.iterdir():
         (folder / file.name).symlink_to(file)

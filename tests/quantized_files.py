@@ -53,7 +53,8 @@ def no_layer(_: str) -> bool:
 
 
 def fp8_block(source: Path, path: Path, *, block: tuple[int, int] = (128, 128), **fields: Any) -> Path:
-    """Write a checkpoint in the format of Qwen3-FP8: e4m3 codes with a scale for each block."""
+    """Write a checkpoint in the format of Qwen3-FP8: e4m3 codes with a scale for each block. The first layer's down
+    projection is not quantized."""
 
     def write(_: str, weight: Tensor) -> Written:
         out, size = weight.shape

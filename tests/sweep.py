@@ -15,8 +15,8 @@ def stride(cases: int) -> int:
 
 
 def some(every: int, *values: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return one in `every` combinations of `values`, for `pytest.mark.parametrize`; all with `SPECRS_SWEEP=full`. Each
-    value occurs at least once."""
+    """Return one in `every` combinations of `values`, for `pytest.mark.parametrize`; all with `SPECRS_SWEEP=full`.
+    Fails if a value is in none of them."""
     combinations = list(itertools.product(*values))
     chosen = combinations[:: stride(every)]
     for one, all_of_it in zip(zip(*chosen, strict=True), zip(*combinations, strict=True), strict=True):
@@ -25,8 +25,8 @@ def some(every: int, *values: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def sweep(examples: int, **more: Any) -> settings:
-    """Return hypothesis settings of a slow property with `examples` cases. With more cases by `SPECRS_SWEEP`, they are
-    drawn at random."""
+    """Return hypothesis settings of a slow property: a third of `examples` cases, all of them with `SPECRS_SWEEP=full`,
+    or as many as it says. More than `examples` are drawn at random; otherwise every run has the same cases."""
     asked = os.environ.get("SPECRS_SWEEP", "")
     count = -(-examples // 3) if asked == "" else examples if asked == "full" else int(asked)
     derandomize, unchecked = count <= examples, list(HealthCheck)

@@ -39,8 +39,8 @@ class Script:
 
 @dataclass
 class FakeServer:
-    """Server that uses up its scripts in the order in which requests arrive. `ready` is the script of the readiness
-    probe."""
+    """Server whose `script` gives the answer to each request by its number, in the order in which requests arrive. A
+    request for one token is a readiness probe: it gets one token, and has no number."""
 
     script: Callable[[int], Script] = lambda number: Script()
     k: int = 0
@@ -150,7 +150,8 @@ class FakeServer:
 
 @contextmanager
 def running(server: FakeServer) -> Iterator[FakeServer]:
-    """The server on a free port, on a thread of its own. Its end `die` stops it listening."""
+    """Run the server on a free port, in a thread of its own, and stop it at the end. A script with the end `die` closes
+    the port."""
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(server.app())
 

@@ -98,7 +98,7 @@ def lines(figure: object, panel: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def made_up() -> list[SweepRow]:
-    """Return made-up tokens per second by (method, K, concurrency), for two drafters and two concurrencies."""
+    """Return rows of a sweep with made-up tokens per second, for two drafters and two concurrencies."""
     tokens = {
         ("None", 0, 1): 100.0, ("None", 0, 4): 300.0,
         ("draft_model", 1, 1): 150.0, ("draft_model", 3, 1): 200.0, ("draft_model", 1, 4): 330.0,

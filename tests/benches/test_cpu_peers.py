@@ -209,7 +209,8 @@ def test_missing_is_named(tmp_path: Path) -> None:
 
 
 def interpreter(folder: Path, script: str) -> None:
-    """Return a script that stands in for an environment's Python, which is called with `-m MODULE JOB RESULT`."""
+    """Write a shell script to `folder` that stands in for an environment's Python, which is called with `-m MODULE JOB
+    RESULT`."""
     folder.mkdir(parents=True)
     (folder / "python").write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     (folder / "python").chmod(0o755)

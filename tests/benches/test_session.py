@@ -142,7 +142,7 @@ def test_20_requests_and_a_restart(
 
 
 def test_constrained_calls(model: Path, peer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schema is sent where the recorded answer is a call, and the answers of specrs may end early."""
+    """Check that requests whose recorded answer is a call carry a schema, and all others `ignore_eos`."""
     report = run(
         monkeypatch, tmp_path / "out.json", model, "--llama-server", peer, "--save-slot", "--constrain", "--rounds", 1,
         "--threads", 1, "--characters", 40, "--max-model-len", 2048,

@@ -30,8 +30,8 @@ HEADERS = """
 {% elif m.role == 'tool' %}[ipython]{{ m.content | tojson }}
 {% else %}[{{ m.role }}]{{ m.content | trim }}
 {% endif %}{% endfor %}"""
-"""Template that shows every role, joins a text to the first system message, and accepts arguments of calls as JSON
-text."""
+"""Template that shows every role, joins a text to the first system message, takes arguments of calls as objects, and
+raises for several calls in one message."""
 
 ALTERNATING = """
 {%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set loop_messages = messages[1:] %}
@@ -52,7 +52,8 @@ ALTERNATING = """
 {% elif m.role in ['tool', 'tool_results'] %}[results]{{ m.content }}
 {% else %}{{ raise_exception('roles are user, assistant and tool') }}{% endif %}
 {%- endfor %}"""
-"""Template that accepts a system message only as the first message, and raises for unknown roles."""
+"""Template that accepts a system message only as the first message. It raises for unknown roles, if user and assistant
+do not alternate, and for ids of calls that do not have 9 characters."""
 
 WITHOUT_SYSTEM = """
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
@@ -101,14 +102,14 @@ DEVELOPER = """
 {%- elif m.role == 'user' %}
 [user]{{ m.content }}
 {%- endif %}{% endfor %}"""
-"""Template that accepts a developer message, but only as the first message."""
+"""Template that shows a developer or system message if it is the first message, and leaves out later ones."""
 
 SHOUTING = """
 {%- if messages[0].role == 'system' %}[SYSTEM]{{ messages[0].content | upper }}
 {% endif %}
 {%- for m in messages %}{% if m.role != 'system' %}[{{ m.role | upper }}]{{ m.content | upper }}
 {% endif %}{% endfor %}"""
-"""Template that shows all texts in capitals, and accepts a system message only as the first message."""
+"""Template that shows all texts in capitals, and leaves out system messages after the first message."""
 
 SHOUTING_ROLES = """{% for m in messages %}{{ '[' + m.role | upper + ']' + m.content | upper + '\n' }}{% endfor %}"""
 """Template that shows all roles and texts in capitals."""

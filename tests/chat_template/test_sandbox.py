@@ -89,8 +89,8 @@ def test_texts_are_those_of_transformers(
 
 
 def test_every_family_shows_a_plain_conversation() -> None:
-    """Check that every template renders a plain conversation. The test above compares texts, and a template that fails
-    everywhere would equal itself."""
+    """Check that every template renders a plain conversation. `test_texts_are_those_of_transformers` compares outcomes
+    only, so it would pass if a template failed everywhere."""
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     for template in TEMPLATES.values():
         text = show(messages, chat_template=template, variables=TOKENS)

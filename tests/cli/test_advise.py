@@ -111,8 +111,8 @@ def test_a_list_of_drafters_is_replayed_to_the_end(texts: list[KnownText], k: in
 
 
 def test_a_replay_has_the_passes_of_an_engine(tokenizer: Tokenizer) -> None:
-    """Check that a replay has the passes of an engine, in float64, where greedy text does not depend on the number of
-    rows."""
+    """Check that a replay of one drafter has the passes of an engine, in float64, where greedy text does not depend on
+    the number of rows. A list of drafters must only have as many tokens."""
     requests = traffic.sample(tokenizer, bundled=True)[:2]
     machine = Machine(None, {"dtype": "float64", "threads": 1}, max_model_len=256, max_tokens=40, max_k=4)
     plain = LLM(dtype="float64", threads=1, max_model_len=256, max_num_seqs=1)

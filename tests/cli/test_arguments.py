@@ -113,7 +113,8 @@ def test_syntax_errors_are_one_line(argv: list[str], says: str, capsys: pytest.C
 
 @pytest.mark.parametrize("command", ["serve", "generate", "demo", "forecast"])
 def test_no_hidden_flag_is_suggested(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check that no hidden flag is suggested. Every hidden flag is misspelled in turn, for every command."""
+    """Check that four commands suggest no hidden flag for a misspelled one. Every third hidden flag is misspelled in
+    turn."""
     (commands,) = [action.choices for action in parser()._actions if action.dest == "command"]
     assert isinstance(commands, dict)
     hidden = {

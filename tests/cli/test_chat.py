@@ -173,7 +173,7 @@ sys.exit(main())
 
 
 class Session:
-    """The command in a pseudo-terminal, and all that it wrote."""
+    """The command `specrs chat` in a pseudo-terminal, and all that it wrote."""
 
     def __init__(self, *argv: str) -> None:
         self.keyboard, screen = pty.openpty()

@@ -181,7 +181,8 @@ def test_a_read_only_kv_cache() -> None:
 
 
 def feed(**others: object) -> np.ndarray:
-    """Return the arguments of a pass of three rows of two requests, some replaced by `others`."""
+    """Run a pass of three rows of two requests, with some arguments replaced by `others`, and return the hidden
+    states."""
     decoder, cache = model()
     arguments: dict[str, object] = {
         "tokens": np.array([1, 2, 3]),

@@ -80,12 +80,13 @@ class Gpu:
 
     buckets: Buckets
     num_merged: int = 0
-    """Number of steps whose prompt chunks were merged, of which `num_alone` were not."""
+    """Number of steps whose prompt chunks ran in one pass with the verification."""
     num_alone: int = 0
     rooms: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def ms(self, ks: list[int], chunk_rows: int, chunks: int, catch_up: int) -> float:
-        """Return the milliseconds of a step, and count the prompt chunks that it merged with verification."""
+        """Return the milliseconds of a step. If it has prompt chunks next to decoding sequences, it is counted in
+        `num_merged` or `num_alone`."""
         around, batch = 1e-3 * 3 * KERNEL_US, len(ks)
         ms = around + (pass_ms("draft", 0, 0, catch_up) if catch_up else 0.0)
         if not ks:

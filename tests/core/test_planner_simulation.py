@@ -1,4 +1,4 @@
-"""The planner on published costs and acceptance (Qwen3-32B, Llama-3.3-70B; two drafters each), concurrency 1 to 256.
+"""The planner on published costs and acceptance of drafters of Qwen3-32B and Llama-3.3-70B, concurrency 1 to 256.
 
 Requests come and go. Costs are the measured ITL of every K and concurrency, and drafts are accepted by the fitted
 acceptance curve. A choice of K counts with its expected gain, so that only the planner's own mistakes show.
@@ -81,7 +81,7 @@ def costs_of(item: Series) -> CostModel:
 
 @pytest.fixture(scope="module", params=range(4))
 def item(request: pytest.FixtureRequest) -> Series:
-    """Yield each drafter of the file in turn."""
+    """Return each of the first four drafters of the file in turn."""
     return series(read(data_file("seed_bench_data.parquet")))[request.param]
 
 

@@ -232,7 +232,7 @@ def test_constants_in_the_stub_are_the_codes() -> None:
 
 
 def bounds() -> list[tuple[str, str, int, int]]:
-    """Yield class, setting, minimum and maximum for every range such as `1 to 65536` in a constructor's
+    """Return class, setting, minimum and maximum for every range such as `1 to 65536` in a constructor's
     documentation."""
     found = []
     for node in ast.parse(STUB.read_text()).body:

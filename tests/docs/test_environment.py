@@ -1,4 +1,5 @@
-"""docs/environment.md has each environment variable that the package, kernels and Rust code read, and no other."""
+"""docs/environment.md has each environment variable that the package and its kernels read, and no other. Rust code
+reads none."""
 
 import ast
 import re

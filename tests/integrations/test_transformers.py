@@ -1,5 +1,5 @@
-"""specrs as transformers' decoding loop (`custom_generate`): the text of transformers alone, for every family, with and
-without drafts."""
+"""specrs as transformers' decoding loop (`custom_generate`): the text of transformers alone, for every family without
+experts, with and without drafts."""
 
 import copy
 import functools

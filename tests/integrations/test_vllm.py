@@ -1,7 +1,7 @@
 """Functions of specrs that vLLM calls, tested without vLLM: texts that move between rows, end and return; drafts; the
 proposer's API.
 
-tests/integrations/vllm has the same inside a real vLLM (`make test-vllm`).
+tests/integrations/hosts has the same inside a real vLLM (`make test-vllm`).
 """
 
 import subprocess

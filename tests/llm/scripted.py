@@ -35,7 +35,7 @@ class ScriptedEngine:
         self._in_flight = False
 
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Do nothing: requests end on `EOS` alone."""
+        """Do nothing: the only end-of-sequence id is `EOS`, whatever the tokenizer says."""
 
     def add_request(self, request: Request) -> None:
         request.stop_token_ids = validate_request(request.prompt_token_ids, request.params, self.limits).stop_token_ids

@@ -19,7 +19,7 @@ NEW_TOKENS = 24
 
 
 def texts(**fields: Any) -> tuple[list[list[int]], LLM]:
-    """Return the ids of eight prompts, greedy and with a seed, and the engine."""
+    """Return the ids generated for eight prompts, each greedy and with a seed, and the engine."""
     llm = LLM(str(HYBRID), max_model_len=512, threads=1, **fields)
     outputs = llm.generate([p for p in PROMPTS[:8] for _ in range(2)], [GREEDY, SEEDED] * 8, use_tqdm=False)
     llm.engine.scheduler.check_integrity()

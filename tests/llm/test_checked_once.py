@@ -69,8 +69,8 @@ def test_a_request_that_was_not_checked_is_checked_by_the_engine(llm: LLM, calls
     ],
 )
 def test_bodies_of_a_server(tokenizer: Tokenizer, calls: list[str], endpoint: str, body: dict[str, Any]) -> None:
-    """Check bodies of a server, also if stop strings are searched in the content of messages instead of by the
-    engine."""
+    """Check that a server checks each body once, also if stop strings are searched in the content of messages instead
+    of by the engine."""
     said = ask(Script(tokenizer, "b c d"), tokenizer, endpoint, body, ToolSettings(reasoning_parser="qwen3"))
     assert said.answer
     assert sorted(name for name in calls if name != "limits") == ["size", "values"]

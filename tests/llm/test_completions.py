@@ -52,7 +52,8 @@ def llm(engine: ScriptedEngine, tokenizer: Tokenizer) -> LLM:
 
 
 def by_seed(request: Request) -> list[int]:
-    """Return a text that depends on whether the seed is odd or even; both have the same length."""
+    """Return a script that depends on the seed: one token, twice for an even seed and three times for an odd one, then
+    EOS."""
     return [33 + request.seed % 64] * (2 + request.seed % 2) + [0]
 
 

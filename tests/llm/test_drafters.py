@@ -24,7 +24,7 @@ PARAMS = (
 
 
 def texts(**speculative: Any) -> tuple[list[list[int]], LLM]:
-    """Return the ids of six prompts under both parameters, and the engine."""
+    """Return the ids generated for six prompts, each with both of `PARAMS`, and the engine."""
     llm = LLM(speculative_config=speculative or None, max_model_len=512, threads=1)
     prompts = [prompt for prompt in PROMPTS[:6] for _ in PARAMS]
     outputs = llm.generate(prompts, list(PARAMS) * 6, use_tqdm=False)

@@ -31,7 +31,7 @@ def llm(engine: ScriptedEngine, tokenizer: Tokenizer) -> LLM:
 
 @pytest.fixture
 def say(engine: ScriptedEngine, tokenizer: Tokenizer) -> Callable[[str], None]:
-    """Let every request's output be a text, then eos."""
+    """Return a function that makes a given text, then EOS, the output of every request."""
 
     def script(text: str) -> None:
         engine.script = lambda request: [i for c in text for i in tokenizer.encode(c)] + [0]

@@ -110,7 +110,7 @@ def python(environment: dict[str, str], *arguments: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def blocked(folder: Path, environment: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the result of every case of `native_cases` by name, from one process that cannot import torch."""
+    """Return the result or error of every case of `native_cases` by name, from one process that cannot import torch."""
     done = python(environment, native_cases.__file__, str(folder))
     assert done.returncode == 0, done.stderr
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}

@@ -35,8 +35,8 @@ def logits(path: Path, activations: str, rows: list[list[int]]) -> torch.Tensor:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variable", ["SPECRS_REAL_MODEL", "SPECRS_REAL_GEMMA3"])
 def test_divergence_from_activations_that_are_not_rounded(variable: str) -> None:
-    """Check the divergence from unrounded activations: with 16 bits almost no token differs, with 8 bits one in twenty,
-    as in llama.cpp."""
+    """Check the divergence from unrounded activations: the most probable token is the same at more than 99.5 % of
+    positions with 16 bits, and more than 93 % with 8 bits."""
     given = os.environ.get(variable)
     assert given, f"{variable} is not set: run make test-real"
     path = Path(given)

@@ -23,7 +23,7 @@ Trees = Mapping[str, ast.Module]
 
 
 def elsewhere(trees: Trees) -> dict[str, ast.Module]:
-    """Return the modules outside `backends`. Kernels are a GPU's."""
+    """Return the modules outside `specrs.backends` and `specrs.kernels`."""
     inside = re.compile(r"specrs\.(backends|kernels)(\.|$)")
     return {name: tree for name, tree in trees.items() if not inside.match(name)}
 

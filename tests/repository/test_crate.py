@@ -1,4 +1,5 @@
-"""Promises of the manifest of the crate specrs-core: no newer compiler than stated, no dependencies."""
+"""Promises of the manifest of the crate specrs-core: no dependency needs a newer compiler than stated, all files are in
+its folder, and it has what crates.io asks for."""
 
 import json
 import re

@@ -36,7 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("",),  # the package itself, which names what users import
 )
-"""Layers of the package from the lowest: a module imports from its own layer and from lower ones."""
+"""Layers of the package from the lowest: a module imports from its own entry and from lower layers, not from other
+entries of its layer."""
 
 KERNELS_MAY_IMPORT = ("kernels", "core", "verify", "arrays")
 

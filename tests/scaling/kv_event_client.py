@@ -104,7 +104,8 @@ class Client:
             publish()
 
     def catch_up(self, published: int, loses: Callable[[], bool] = lambda: False) -> None:
-        """Read until message `published - 1` has come, and ask again for what was lost."""
+        """Read until message `published - 1` has come, and ask again for what was lost. A message is dropped, as if it
+        were lost, if `loses` returns True."""
         last = self.next - 1
         while last < published - 1:
             topic, number, payload = self._subscriber.recv_multipart()

@@ -16,7 +16,7 @@ request's name."""
 
 
 class NotingReplica(Replica):
-    """Replica whose answers end in `@process`, so that a client sees which one answered."""
+    """Replica whose answers have ids that end in `@process`, so that a client sees which one answered."""
 
     def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
         given = app._request_id

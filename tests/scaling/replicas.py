@@ -42,7 +42,7 @@ def environment_python(name: str) -> str:
 
 
 class Replica:
-    """A server that can be killed and started again on its port; answers end in `@name.start`."""
+    """A server that can be killed and started again on its port; ids of its answers end in `@name.start`."""
 
     def __init__(self, name: str, flags: Sequence[str]) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class Replica:
 
     @property
     def mark(self) -> str:
-        """Return the suffix of its answers now."""
+        """Return what ids of its answers have after `@` since its last start."""
         return f"{self.name}.{self.starts}"
 
     def _start(self) -> Server:
@@ -85,7 +85,7 @@ def replicas(count: int, *flags: str) -> Iterator[list[Replica]]:
 
 
 class Router:
-    """A process of a router's environment."""
+    """A router or frontend as a process, which must listen on `port`, and the lines that it prints."""
 
     def __init__(
         self, command: Sequence[str], port: int, folder: Path, environment: Mapping[str, str] = os.environ

@@ -17,8 +17,8 @@ MANY = 100
 
 @dataclass
 class Outcome:
-    """Outcome of one request as its client saw it. `end`: `done`, `status`, `cut` (the connection broke), `early` (no
-    [DONE])."""
+    """Outcome of one request as its client saw it. `end`: `done`, `status` (an HTTP error, or an error as an event),
+    `cut` (the connection broke), `early` (no [DONE])."""
 
     prompt: str
     name: str = ""

@@ -52,8 +52,8 @@ class Server:
     """A server process on a free port."""
 
     def __init__(self, *flags: str, code: str = MAIN, scheme: str = "http") -> None:
-        """Start the server. `code`: Python source that the interpreter runs, which must end in the command's `main`.
-        `scheme`: http or https."""
+        """Start the server and wait until it has a port. `code`: Python source that the interpreter runs, which must
+        end in the command's `main`. `scheme`: http or https, but the methods send requests over http only."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", "--port", "0", *flags],
@@ -182,7 +182,7 @@ class Server:
         return code
 
     def stop(self) -> None:
-        """Kill the process."""
+        """End the process by SIGTERM, or by SIGKILL if it still runs after 20 seconds."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

@@ -27,8 +27,8 @@ from specrs.tokenizer import Tokenizer
 
 
 class Script(ScriptedEngine):
-    """Engine that gives every request the tokens of one of `texts`, in turn, and then EOS. Records how requests
-    ended."""
+    """Engine that gives every request the tokens of one of `texts`, in turn, and then EOS. `ended_by_caller` has the
+    reasons of requests that were aborted."""
 
     def __init__(self, tokenizer: Tokenizer, *texts: str | Sequence[int]) -> None:
         super().__init__()

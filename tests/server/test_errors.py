@@ -202,7 +202,8 @@ def test_request_ids(server: Server) -> None:
 
 
 def test_texts_far_beyond_the_context_cost_little(server: Server) -> None:
-    """Check that sixteen million characters are rejected by their beginning alone, without tokenizing the rest."""
+    """Check that prompts of 14 and 16 million characters are rejected for their number of characters, which needs no
+    tokenizing."""
     for path in (COMPLETIONS, "/tokenize"):
         for text in ("a" * 16_000_000, "a cat, " * 2_000_000):
             answer = server.post(path, {"prompt": text})

@@ -162,8 +162,8 @@ def test_priority_and_salt_reach_the_request(tokenizer: Tokenizer, endpoint: str
 
 
 def test_special_tokens_before_a_prompt(tmp_path: Path) -> None:
-    """Check special tokens before a prompt. A chat template writes its own; a second BOS token is added only if the
-    request asks for it."""
+    """Check special tokens before a prompt. A completion's prompt gets a BOS token by default. A chat template writes
+    its own, and a second one is added only if the request asks for it."""
     tokenizer = Tokenizer(str(tokenizer_files.with_bos(tmp_path / "t")))
     ids = tokenizer.encode("a b", add_special_tokens=False)
     for endpoint, default in (("chat", ids), ("responses", ids), ("completions", [0, *ids])):

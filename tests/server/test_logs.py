@@ -57,7 +57,7 @@ def test_an_idle_engine_has_no_line_and_no_speculation_no_acceptance(given: dict
 
 
 class Snapshots:
-    """An engine with a given number of statistics snapshots."""
+    """An engine that reports each of `stats` once, in order, and then raises `EngineDeadError`."""
 
     def __init__(self, *stats: EngineStats) -> None:
         self._stats = iter(stats)

@@ -93,7 +93,8 @@ def test_an_event_costs_what_is_new(tokenizer: Tokenizer, endpoint: str, logprob
 
 
 def test_content_stops_keep_a_window() -> None:
-    """Check that a long content is searched for stop strings and sent piece by piece."""
+    """Check that a stop string in a long content is found across pieces, and that late pieces allocate no more than
+    early ones."""
     stops = ContentStops(["END", "xyz"], include=False)
 
     def step() -> None:

@@ -10,7 +10,7 @@ from specrs.server.metrics import Metrics
 
 
 def test_each_drafter_has_its_counters() -> None:
-    """Check each drafter's counters: drafted tokens, accepted tokens, failures."""
+    """Check each drafter's counters: drafts, drafted tokens, accepted tokens, failures."""
     figures = {
         "ngram": AcceptanceFigures(draft_tokens=9, acceptance_histogram=[1, 2, 0]),
         "draft_model": AcceptanceFigures(draft_tokens=4, acceptance_histogram=[0, 0, 2]),

@@ -818,8 +818,8 @@ def responding() -> Iterator[Server]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chain_is_the_whole_conversation(responding: Server, stream: bool) -> None:
-    """Check a chain of responses: a loop of tools by ids gives what one that sends all earlier items gives: text,
-    tokens of the prompt, and tokens from the prefix cache."""
+    """Check a chain of responses: a loop of tools by ids gives the text and the number of prompt tokens of a loop that
+    sends all earlier items. The earlier prompt comes from the prefix cache."""
     options = {"tools": TOOLS, "temperature": 0, "max_output_tokens": 90, "stream": stream}
 
     def respond(body: dict[str, Any]) -> dict[str, Any]:

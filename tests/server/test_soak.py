@@ -19,7 +19,7 @@ STREAMS = 64
 WARM_UP = 0.4
 """Share of the time after which memory must stay constant. Before, pools and caches fill."""
 GROWTH = 24 * 2**20
-"""Bytes by which resident memory may vary."""
+"""Maximum growth of mean resident memory in bytes, from the first to the last third of the time after the warm-up."""
 PROMPTS = [
     "import os\n",
     "def add(a, b):\n    return",

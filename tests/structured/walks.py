@@ -56,8 +56,8 @@ def random_text(
 ) -> list[int]:
     """Return the tokens of one complete random text, without its stop id. Fails beyond `limit` tokens.
 
-    Uniform, but with probability `close` one that closes something, and with `blanks` one of white space, where any may
-    come.
+    Each token is drawn uniformly from the allowed ones. But with probability `close` one is taken that ends the text or
+    closes something, and with `blanks` one of white space, where any may come.
     """
     rng, tokens = random.Random(seed), []
     while True:

@@ -1,9 +1,9 @@
 """Generates with vLLM in an environment of its own, and prints what came as JSON. Holds no tests; imports no tests.
 
-    PYTHONPATH=python ENVIRONMENT/bin/python tests/integrations/vllm/run_vllm.py < REQUEST
+    PYTHONPATH=python ENVIRONMENT/bin/python tests/integrations/hosts/run_vllm.py < REQUEST
 
-The request: `model`, `prompts` (token ids), `max_tokens`, `runs` (names and their `speculative_config`, or None). vLLM
-takes one engine a process, so each run is one, in turn.
+The request: `model`, `prompts` (token ids), `max_tokens`, `max_num_seqs`, `runs` (names and their `speculative_config`,
+or None). vLLM takes one engine a process, so each run is one, in turn.
 """
 
 import json

@@ -33,7 +33,8 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the texts that vLLM wrote with and without drafts, for more requests than rows and repetitive prompts."""
+    """Return the texts and draft counts of each run of vLLM by its name, for more requests than rows and repetitive
+    prompts."""
     assert PYTHON.exists(), f"{PYTHON}: run make test-vllm"
     rng = random.Random(0)
     prompts = []

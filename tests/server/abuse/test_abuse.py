@@ -56,7 +56,8 @@ def server(victim: Server) -> Iterator[Server]:
 
 
 def ask(port: int, pipe: Connection) -> None:
-    """Run in a process of its own: ask for /health until told to end, and return the longest time of an answer."""
+    """Run in a process of its own: ask for /health until told to end, and send the longest time of an answer through
+    `pipe`."""
     import http.client
 
     longest = 0.0
@@ -188,7 +189,7 @@ def test_long_prompts_of_a_larger_model_pause_no_other_stream(larger: Server) ->
 
 
 def ids(seed: int, count: int) -> list[int]:
-    """Return a prompt that shares nothing with others."""
+    """Return a random prompt of `count` tokens. Prompts of other seeds share nothing with it."""
     own = random.Random(seed)
     return [own.randrange(5, 1500) for _ in range(count)]
 
@@ -213,7 +214,8 @@ def pause_of_a_stream(server: Server, body: dict[str, Any]) -> None:
 
 
 def test_1500_silent_sockets(server: Server) -> None:
-    """Check 1,500 silent sockets: a client that sends a request takes the place of one that does not."""
+    """Check 1,500 silent sockets: requests on new connections are answered at once, and the server logs at most about a
+    line a second."""
     then, lines = time.monotonic(), len(server.lines)
     with ExitStack() as stack:
         for _ in range(1500):

@@ -181,7 +181,8 @@ async def load(server: Server, kinds: list[Callable[[random.Random], Ask]], tall
 
 
 def stream_until_told(port: int, pipe: Connection) -> None:
-    """Run in a process of its own: keep `WATCHERS` plain streams going, and return the longest pause of each."""
+    """Run in a process of its own: keep `WATCHERS` plain streams going until told to end, and send the longest pause of
+    each through `pipe`."""
     pauses: list[float] = []
     body = {**EVERYWHERE, "prompt": "class Stack:", "max_tokens": 300, "temperature": 0}
 

@@ -79,7 +79,8 @@ class Sent:
 
 @dataclass
 class Chat:
-    """The chat page in a browser window. `expected_errors`: number of errors and warnings that the console may have."""
+    """The chat page in a browser window. `expected_errors`: number of errors and warnings that the console must have at
+    the end."""
 
     page: Page
     server: Server

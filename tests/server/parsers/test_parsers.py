@@ -18,7 +18,7 @@ from sweep import sweep
 
 @dataclass
 class Read:
-    """The content, reasoning and calls that events add up to."""
+    """The content and calls that events add up to."""
 
     content: str = ""
     calls: list[list[str]] = field(default_factory=list)  # name, arguments

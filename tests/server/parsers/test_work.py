@@ -1,4 +1,5 @@
-"""Work of the parsers is linear in the length of the text, and ordinary text takes none but an event."""
+"""Work of the parsers is linear in the length of the text, and for ordinary text they take no step: it becomes an event
+at once."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +23,8 @@ LONG = ("<a href='x'>é</a> \\ & \n" * LENGTH)[:LENGTH]
 
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """The number of characters that were in buffers when a parser took a step, or searched for marks."""
+    """Return a function that tells how many characters were in buffers when a parser took a step, or searched for
+    marks. Far too many fail the test."""
     count = 0
 
     def counted(name: str, of: Any, length: Callable[..., int]) -> None:
