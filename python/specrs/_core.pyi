@@ -2636,5 +2636,5 @@ def quantize_weight(
 
     Raises:
         InvalidBufferError: an array has the wrong dtype, layout or size, or a number is not finite or its absolute
-            value 2^127 and above. After a wrong number, `codes` and `scales` may be written in part.
+            value 2^127 or more. After a wrong number, `codes` and `scales` may be written in part.
     """
