@@ -8,7 +8,8 @@ use std::hint::black_box;
 const NUM_BLOCKS: usize = 100_000;
 const BATCH: usize = 1000;
 
-/// Makes a pool with a shuffled free list. With `cached`, every block is registered first.
+/// Makes a pool whose free blocks are in random order. With `cached`, all blocks are in the prefix cache instead, and
+/// none is free.
 fn shuffled_pool(num_blocks: usize, cached: bool) -> BlockPool {
     let mut pool = BlockPool::new(num_blocks).expect("a valid size");
     let mut held: Vec<i64> = (0..num_blocks).map(|_| pool.allocate().expect("a free block")).collect();

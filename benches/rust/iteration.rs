@@ -46,7 +46,8 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// Median microseconds of decode steps of `batch` requests with K drafts, and of what is outside their passes.
+/// Returns the median microseconds of decode steps of `batch` requests with K drafts, and of the part of a step outside
+/// its passes.
 fn steps(batch: usize, k: usize, sampled: bool, target: &mut OnCpu, draft: &mut OnCpu) -> (f64, f64) {
     let max_len = PROMPT + OUTPUT;
     let mut config = SchedulerConfig::new(batch, max_len, batch * max_len.div_ceil(BLOCK_SIZE), BLOCK_SIZE, 2048);

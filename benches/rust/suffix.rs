@@ -11,7 +11,8 @@ const K: usize = 8;
 const OUTPUT: usize = 500;
 const OUTPUTS: i64 = 2000;
 
-/// Numbers below `n`, the lower the more frequent: the square of a uniform one.
+/// Generator of numbers below a given n: uniform ones, or products of two uniform ones, of which low numbers are more
+/// frequent.
 struct Draws(u64);
 
 impl Draws {

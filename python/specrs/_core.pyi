@@ -151,7 +151,7 @@ FINISH_LENGTH: Final[int]
 FINISH_ABORT: Final[int]
 """Finish reason of an `Output`: the caller ended the request. `settle` never writes this value."""
 FINISH_ERROR: Final[int]
-"""Finish reason: a fault on the device."""
+"""Finish reason: a fault on the device, no allowed token, or text that cannot be decoded."""
 
 DRAFTER_DEVICE: Final[int]
 """Number of the drafter on the device. Sequences without drafts have this number too."""
@@ -1209,7 +1209,7 @@ class KVStore:
 
         Reads at least one block or a snapshot, and no more blocks after `ms` milliseconds. A record that is not whole
         ends the prefix. Return True if there is no more to read, and let the request go on. Releases the interpreter
-        while it reads.
+        while it reads. Returns True, too, if the request has ended.
         """
 
     def save(
@@ -1221,7 +1221,8 @@ class KVStore:
         ms: float = ...,
     ) -> bool:
         """Copy due blocks, snapshots and outputs to the queue of the thread that writes, for `ms` milliseconds or until
-        the queue is full. Return True if none is left. Does nothing while another process writes."""
+        the queue is full. Return True if none is left. Does nothing and returns False while another process
+        writes."""
 
     def restore_outputs(self, scheduler: Scheduler) -> None:
         """Add the outputs in the store to the suffix drafter of `scheduler`, oldest first."""
@@ -1826,7 +1827,7 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)"""
+        """Numbers of outputs and of inputs, `(out, in)`."""
 
     @property
     def order(self) -> NDArray[np.int64] | None:
@@ -1883,7 +1884,7 @@ class CpuWeights:
         softcap: float | None = None,
         target_ids: list[int] | None = None,
     ) -> CpuWeights:
-        """A decoder's weights; sizes by the names of config.json.
+        """Make the weights of a decoder or a head; sizes by the names of config.json.
 
         A projection is a list of `(weight, bias or None)`, `[out_i, in]` and `[out_i]`: features above each other. A
         weight is an array or a `PackedMatrix`.
@@ -1946,11 +1947,15 @@ class CpuWeights:
             clamped_swiglu: in place of it alpha and limit of `g sigmoid(alpha g) (u + 1)`, the gate g at most limit and
                 the value u from -limit to limit.
             kv_scales: for each layer that of its keys and that of its values in a cache of codes; None: 1.
+            layer_embedding: per-layer embeddings, if layers have an `addition`: the number of features for each layer,
+                a table `[ids, layers * features]`, a projection from hidden_size to layers * features, and the norm of
+                each layer's part `[features]`. None: there are none.
+            softcap: number c for which logits x become `c tanh(x / c)`. None: logits stay as they are.
             target_ids: ids that the outputs of `lm_head` are for, ascending, for a draft model that drafts some ids
                 only. None: it has an output for each id. Not with `head`, `mtp` or `assistant`.
 
         Raises:
-            InvalidConfigError: a size is negative.
+            InvalidConfigError: a size is negative, or `activation` has another name.
             InvalidBufferError: an array's dtype, layout, alignment or shape, by name.
         """
 
@@ -2082,7 +2087,8 @@ class CpuDecoder:
         """
 
     def fuse(self, states: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-        """Fuse the target's hidden states `[N, L, its hidden_size]` into those of a head, `out` `[N, hidden_size]`.
+        """Fuse the target's hidden states `[N, L, its hidden_size]` into those of an EAGLE-3 head, `out` `[N,
+        hidden_size]`. For another head, which reads the target's states as they are, they are copied.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size, or this is no head; nothing is written.
@@ -2114,7 +2120,7 @@ _Logprobs = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDA
 probable tokens."""
 
 class _CallableModel(Protocol):
-    """Model whose passes Python computes, or an EAGLE-3 head, with its own KV cache."""
+    """Model, or EAGLE-3 or MTP head, whose passes Python computes, with its own KV cache."""
 
     vocab_size: int
     """Number of ids that the model can be fed; for a head the target's."""
@@ -2237,8 +2243,8 @@ class CpuIteration:
                 also `group_tables` `[(G - 1) * (R + 1), max_blocks]` int64, group by group. They are kept alive, and
                 written by `run`.
             target: model that verifies drafts.
-            draft: draft model of a scheduler with a `CachedDrafter` or `TextDrafter`, or EAGLE-3 head of one with a
-                `HiddenDrafter`. With a `SharedKVDrafter`, a head without a KV cache (None) and a native target.
+            draft: draft model of a scheduler with a `CachedDrafter` or `TextDrafter`, or EAGLE-3 or MTP head of one
+                with a `HiddenDrafter`. With a `SharedKVDrafter`, a head without a KV cache (None) and a native target.
             rule: `rejection` or `coupled`, for requests that sample.
             rates: `[K]`, unconditional rates by position at which drafts are accepted, whatever the models say: for
                 timing.
@@ -2610,7 +2616,7 @@ def quantize_q4_k(name: str, weight: NDArray[np.generic]) -> NDArray[np.uint8]:
 
     Raises:
         InvalidBufferError: `weight` has the wrong dtype or layout, its inputs are no multiple of 256, or a number is
-            not finite or above 4,126,752. `name` is what the error calls the weight.
+            not finite or its absolute value above 4,126,752. `name` is what the error calls the weight.
     """
 
 def quantize_weight(
@@ -2629,5 +2635,6 @@ def quantize_weight(
         scales: `[out, groups]`, bits of bfloat16, written. Groups have the same number of inputs.
 
     Raises:
-        InvalidBufferError: an array has the wrong dtype, layout or size, or a number is not finite or 2^127 and above.
+        InvalidBufferError: an array has the wrong dtype, layout or size, or a number is not finite or its absolute
+            value 2^127 or more. After a wrong number, `codes` and `scales` may be written in part.
     """

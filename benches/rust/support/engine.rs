@@ -123,7 +123,8 @@ impl Engine {
         (self.random >> 33) as usize % n
     }
 
-    /// Plans one step; pretends the device ran it only as far as settling needs to know.
+    /// Plans one step and notes what settling it needs to know, because no device runs it. Returns false if a step has
+    /// to be settled first.
     fn plan(&mut self) -> bool {
         let start = Instant::now();
         let outcome = (self.calls.plan)(&mut self.scheduler, &mut self.record);
@@ -183,7 +184,7 @@ impl Engine {
         }
     }
 
-    /// Plans up to the depth, settles once.
+    /// Plans steps until `max_in_flight` of them are in flight, then settles the oldest.
     pub(crate) fn step(&mut self) {
         while self.in_flight.len() < self.scheduler.config().max_in_flight && self.plan() {}
         self.settle();

@@ -7,7 +7,8 @@ use thiserror::Error as ThisError;
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Every failure of this crate. An operation that returns one has written nothing, unless it panicked.
+/// Every failure of this crate. A pass that returns one has written nothing, unless it panicked; a step or a
+/// quantization may have written a part.
 #[derive(Clone, Debug, PartialEq, Eq, ThisError)]
 #[non_exhaustive]
 pub enum Error {

@@ -90,8 +90,8 @@ impl Linear {
     /// Makes a projection of these parts, in this order.
     ///
     /// # Errors
-    /// Where a part does not hold `outputs * inputs` weights, or its bias's not `outputs`, or packed parts have inputs
-    /// in different orders. `name` is the error's field.
+    /// Where a part does not have `outputs * inputs` weights, its bias does not have `outputs` numbers, or packed parts
+    /// have inputs in different orders. `name` is the error's field.
     pub fn new(name: &str, inputs: usize, parts: Vec<Part>) -> Result<Self> {
         for (i, part) in parts.iter().enumerate() {
             part.weight.check(&format!("{name}.parts[{i}].weight"), part.outputs, inputs)?;

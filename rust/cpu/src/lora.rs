@@ -129,7 +129,8 @@ impl Lora {
     /// Makes an adapter for these weights.
     ///
     /// # Errors
-    /// If the number of layers differs, a part does not match its projection, or a part is for experts.
+    /// If the number of layers differs, a part does not match its projection, a part is for experts, or the model has
+    /// delta nets.
     pub fn new(weights: &Weights, layers: Vec<LoraLayer>) -> Result<Self> {
         if layers.len() != weights.layers.len() {
             return Err(Error::invalid("layers", layers.len(), weights.layers.len().to_string()));
@@ -152,7 +153,7 @@ impl Lora {
         self.layers[layer].of(projection)
     }
 
-    /// Rejects weights other than those that the adapter was made for.
+    /// Rejects weights whose sizes or number of layers differ from those that the adapter was made for.
     pub(crate) fn check(&self, weights: &Weights) -> Result<()> {
         let (made, given) = ((self.shape, self.layers.len()), (weights.shape, weights.layers.len()));
         if made == given {

@@ -210,7 +210,7 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Returns the position of the row before, if it belongs to the same sequence.
+    /// Returns the position of the row before, if it belongs to the same sequence and is not masked.
     fn below(&self, row: usize) -> Option<i64> {
         let before = row.checked_sub(1)?;
         (self.sequences[before] == self.sequences[row] && self.positions[before] != -1).then(|| self.positions[before])

@@ -24,11 +24,11 @@ struct Source<'a> {
 }
 
 /// Writes `weight` `[outputs, inputs]` as integers from `-largest` to `largest` times scales, with `threads` threads.
-/// An output's weights are as many groups as it has scales; groups are of equal size.
+/// The weights of each output form as many groups of equal size as `scales` has numbers for an output.
 ///
 /// # Errors
 /// Where a slice has another length, groups are not of equal size, or a weight is not finite or 2^127 and above. `name`
-/// is the error's field.
+/// is the error's field. `codes` and `scales` may be written in part then.
 pub fn quantize(
     name: &str,
     weight: &Values,

@@ -496,7 +496,8 @@ impl Weights {
     /// `None` for no rotation.
     ///
     /// # Errors
-    /// If the number of layers differs, an index is out of range, or a rotation has no or too many pairs.
+    /// If the number of layers differs, an index is out of range, or a rotation has no or too many pairs, or a
+    /// magnitude that is not finite and above 0.
     pub fn with_rotations(mut self, rotations: Vec<Rotation>, layers: &[Option<usize>]) -> Result<Self> {
         check_len("rotations of layers", layers.len(), self.layers.len())?;
         let most = self.shape.head_dim / 2;
@@ -567,7 +568,7 @@ impl Weights {
         Ok(self)
     }
 
-    /// Sets the embeddings of single layers. Every layer must have an [`Addition`](crate::Addition) of their size.
+    /// Sets the per-layer embeddings. Every layer must have an [`Addition`](crate::Addition) of their size.
     ///
     /// # Errors
     /// If a tensor does not match the others.
@@ -639,7 +640,7 @@ impl Weights {
         self.target_ids().map_or(self.lm_head.outputs(), <[i64]>::len)
     }
 
-    /// Returns all projections by name.
+    /// Returns all projections by name, except routers and gates of shared experts.
     pub(crate) fn projections(&self) -> impl Iterator<Item = (String, &Linear)> {
         let fc = self.head.iter().map(|head| ("fc".to_owned(), &head.fc));
         let post = self.head.iter().filter_map(|head| head.post.as_ref().map(|post| ("post".to_owned(), post)));

@@ -12,7 +12,8 @@ fn decoder(model: &Model, isa: Isa, threads: usize) -> Decoder {
     Decoder::with_isa(model.weights(), Arc::new(Pool::new(threads).unwrap()), isa)
 }
 
-/// Checks the row at position 131,071, whose slot is the last of the pool. It attends to 131,071 random keys.
+/// Checks the row at position 131,071, whose slot is the last of the pool. It attends to 131,070 random keys, to the
+/// row before it and to itself.
 #[test]
 fn the_last_position_and_slot_are_the_reference() {
     const LEN: usize = 131_072;

@@ -25,8 +25,8 @@ fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
-/// Runs passes of up to `most` rows per sequence with masked rows among them. Returns each unmasked row's sequence,
-/// position and logits.
+/// Runs passes of up to `most` rows per sequence with masked rows among them. Calls `each` with each unmasked row's
+/// sequence, position and logits.
 fn run(
     host: &mut Host,
     decoder: &mut Decoder,

@@ -40,7 +40,8 @@ fn values(weight: &[f32], bf16: bool) -> Values {
     }
 }
 
-/// Checks products of rows of `x` with integers and scales, bit by bit on every instruction set.
+/// Returns the products of rows of `x` with integers and scales, and checks that they have the same bits on every
+/// instruction set.
 fn products(
     stored: &Stored,
     x: &[f32],
@@ -71,7 +72,8 @@ fn kinds() -> impl Strategy<Value = (u32, usize, usize)> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Checks that every weight is off by at most half its scale, and that some integer of a group is the largest one.
+    /// Checks that every weight is off by at most half its scale, and that a scale is hardly larger than the largest
+    /// weight of its group needs.
     #[test]
     fn weights_are_the_nearest_codes(
         (code_bits, inputs, group) in kinds(),

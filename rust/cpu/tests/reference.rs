@@ -186,7 +186,8 @@ fn vectors_of_every_length_are_the_reference() {
     }
 }
 
-/// Checks that hidden states, and then their logits, equal the logits of one pass.
+/// Checks that the logits and the most probable ids of a pass's hidden states have the bits of those that the pass
+/// itself returns.
 #[test]
 fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
     let model = Model::random(SHAPE, 2, MISTRAL, 11);
@@ -228,8 +229,7 @@ fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
     assert_eq!(message, "hidden=119 elements: must be a multiple of hidden_size=40");
 }
 
-/// Checks that a closed pool's decoders return an error and write nothing, and that a pool without threads of its own
-/// still works.
+/// Checks that a closed pool's decoders return an error, and that a pool without threads of its own still works.
 #[test]
 fn a_closed_pool_runs_no_pass() {
     let model = Model::random(SHAPE, 1, MISTRAL, 11);

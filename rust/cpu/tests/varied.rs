@@ -110,7 +110,7 @@ fn with_experts(i: usize, layer: &mut LayerWeights) {
     }));
 }
 
-/// Changes the experts of layer 1, after all layers got some.
+/// Returns a change that gives all layers experts and applies `change` to those of layer 1.
 fn of_experts(change: impl Fn(&mut Experts)) -> impl Fn(usize, &mut LayerWeights) {
     move |i, layer| {
         with_experts(i, layer);
@@ -368,7 +368,7 @@ fn a_layer_with_experts_is_multiplied_by_its_factor_once() {
     assert!(!close(&with(1.0), &of(&kinds(), with_experts)));
 }
 
-/// Whether the logits are equal up to the epsilon of the final norm.
+/// Returns whether the logits differ by less than 1e-4, which the epsilon of the final norm may cause.
 fn close(found: &[u32], expected: &[u32]) -> bool {
     let pairs = found.iter().zip(expected);
     pairs.map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs()).fold(0.0, f32::max) < 1e-4

@@ -10,7 +10,7 @@ use numpy::{
 };
 use pyo3::prelude::*;
 
-/// Borrows a read-only, C-contiguous array of `T` and rank `D`.
+/// Borrows a C-contiguous array of `T` and rank `D` for reading; it may be writable.
 pub(crate) fn readonly<'py, T: Element, D: Dimension>(
     name: &str,
     array: &Bound<'py, PyAny>,

@@ -53,8 +53,8 @@ pub(crate) fn cpu_instruction_sets() -> Vec<&'static str> {
 #[pyclass(frozen)]
 pub(crate) struct CpuWeights(pub(crate) Arc<Weights>);
 
-/// Projection as Python passes it: a list of parts whose outputs are stacked. Each part has a weight (an array, or
-/// codes and scales) and an optional bias.
+/// Projection as Python passes it: a list of parts whose outputs are stacked. Each part has a weight (an array or a
+/// `PackedMatrix`) and an optional bias.
 type Projection<'py> = Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>;
 
 /// Rotations as pairs of frequencies and magnitude, and the index of each layer's rotation.
@@ -233,7 +233,7 @@ struct VariedArrays<'py> {
 }
 
 impl VariedArrays<'_> {
-    /// Converts the arrays of layer `i` of a model of `size` features by layer embedding.
+    /// Converts the arrays of layer `i`. `embedding` is the number of features of a layer's embedding.
     fn weights(&self, i: usize, py: Python<'_>, hidden: usize, embedding: usize) -> PyResult<VariedLayer> {
         let size = |field: &str, value| size(py, Class::InvalidConfig, field, value);
         let name = |field: &str| format!("layers[{i}].addition.{field}");
@@ -259,8 +259,7 @@ impl VariedArrays<'_> {
     }
 }
 
-/// Embeddings of single layers in the form that Python passes: number of features for each layer, table, projection,
-/// norm.
+/// Per-layer embeddings in the form that Python passes: number of features for each layer, table, projection, norm.
 type LayerEmbeddingArrays<'py> = (usize, Bound<'py, PyAny>, Projection<'py>, Bound<'py, PyAny>);
 
 /// Weights of an EAGLE-3 head in addition to its layer, in the form that Python passes.

@@ -318,7 +318,7 @@ impl KVStore {
     }
 
     /// Copies the snapshot after `num_blocks` blocks, the last of which has this hash, into the cache. Returns false if
-    /// its record is missing or broken.
+    /// its record is missing or broken. Returns true without a copy if the scheduler gives no slot for it.
     fn load_snapshot(
         &self,
         py: Python<'_>,

@@ -108,7 +108,8 @@ impl PackedMatrix {
     }
 }
 
-/// Number of threads that work on a matrix while a model is loaded: one for each processor that the process may use.
+/// Returns the number of threads that work on a matrix while a model is loaded: one for each processor that the process
+/// may use.
 pub(crate) fn usable_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

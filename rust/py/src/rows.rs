@@ -28,7 +28,7 @@ pub(crate) struct Rows {
     hidden: Option<Hidden>,
 }
 
-/// Hidden states of the target, kept by row for an EAGLE-3 or MTP head.
+/// Hidden states of the target, kept by row for a head that reads them.
 struct Hidden {
     states: MemoryMut<f32>,
     start: MemoryMut<i64>,

@@ -29,7 +29,7 @@ fn is_first<A: Element, B: Element>(name: &str, array: &Bound<'_, PyAny>, expect
     Err(Class::InvalidBuffer.error(py, format!("{name}: dtype is {dtype}; must be {expected}")))
 }
 
-/// bf16 as the uint16 of its bits, or fp32: whether an array is the former.
+/// Returns whether an array is bf16, as the uint16 of its bits; otherwise it is fp32.
 fn is_bf16(name: &str, array: &Bound<'_, PyAny>) -> PyResult<bool> {
     is_first::<u16, f32>(name, array, "float32, or uint16 with the bits of bfloat16")
 }
@@ -55,7 +55,7 @@ pub(crate) fn weight(name: &str, given: &Bound<'_, PyAny>) -> PyResult<(Weight, 
     Ok((values.into(), shape[0]))
 }
 
-/// Embeddings: an array, or packed blocks.
+/// Returns embeddings: an array, or packed blocks.
 pub(crate) fn embedding(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Embedding> {
     match given.cast::<PackedMatrix>() {
         Ok(packed) => Ok(Embedding::Packed(Arc::clone(&packed.get().0))),
@@ -63,7 +63,7 @@ pub(crate) fn embedding(name: &str, given: &Bound<'_, PyAny>) -> PyResult<Embedd
     }
 }
 
-/// Elements `T` of rank `D` as `U`, which callers choose to be of the same layout, and their shape.
+/// Borrows elements `T` of rank `D` as `U`, which callers choose to be of the same layout. Returns their shape, too.
 fn numbers<T, U, D>(name: &str, array: &Bound<'_, PyAny>) -> PyResult<(Memory<U>, Vec<usize>)>
 where
     T: Element,
@@ -79,7 +79,7 @@ where
     Ok((memory, view.shape().to_vec()))
 }
 
-/// Numbers of rank `D` that passes write, and their shape.
+/// Borrows fp32 or bf16 numbers of rank `D` that passes write. Returns their shape, too.
 pub(crate) fn values_mut<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> PyResult<(ValuesMut, Vec<usize>)> {
     let (py, owner) = (array.py(), Box::new(array.clone().unbind()));
     if is_bf16(name, array)? {
@@ -116,7 +116,7 @@ pub(crate) fn codes_mut<D: Dimension>(
     Ok((memory.map_err(|error| cpu_to_py(py, &error))?, shape))
 }
 
-/// Elements of rank `D` that a step writes, and their shape.
+/// Borrows elements of rank `D` that a step writes. Returns their shape, too.
 pub(crate) fn numbers_mut<T, D>(name: &str, array: &Bound<'_, PyAny>) -> PyResult<(MemoryMut<T>, Vec<usize>)>
 where
     T: Element + Copy + Send + Sync + 'static,

@@ -95,7 +95,8 @@ impl Folder {
         }
     }
 
-    /// Returns the folder's key. If there is none, or a torn one, the process with the lock writes `fresh`.
+    /// Returns the folder's key. If there is none, or a torn one, the process with the lock writes `fresh`, and others
+    /// wait for it for up to 3 seconds.
     pub(crate) fn key(&self, fresh: [u8; 16], has_lock: bool) -> Result<[u8; 16]> {
         let path = self.root.join("key");
         let attempts = if has_lock { 1 } else { KEY_ATTEMPTS };

@@ -53,7 +53,7 @@ pub(crate) fn segment_number(path: &Path) -> Option<u64> {
 
 impl Index {
     /// Reads the headers that were written since the last call, and forgets segments that were deleted. Returns the
-    /// number of files that could not be used.
+    /// number of files that could not be used, without those that an earlier call has counted.
     pub(crate) fn refresh(&mut self, folder: &Folder, namespace: &Path, keys: &Keys) -> u64 {
         let mut errors = 0;
         let mut found: Vec<u64> = match fs::read_dir(namespace) {

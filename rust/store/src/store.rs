@@ -171,8 +171,8 @@ impl Store {
         found.into_iter().map(|(&key, _)| key).collect()
     }
 
-    /// Reads the record of a key into `bytes`: the header's bytes, then the payload. Returns its kind and detail. `None`
-    /// if there is no such record, or it is not whole.
+    /// Reads the record of a key into `bytes`: the header's bytes, then the payload. Returns its kind and detail.
+    /// `None` if there is no such record, or it is not whole; it is then forgotten and counted as an error.
     pub fn get(&self, key: u128, bytes: &mut Vec<u8>) -> Option<(u32, u32)> {
         let (place, file) = {
             let index = lock(&self.shared.index);
@@ -227,12 +227,14 @@ impl Store {
         self.shared.settings.queue_bytes.saturating_sub(lock(&self.shared.queue).bytes)
     }
 
-    /// Returns whether a good record with this key and kind is there, so that a copy is not worth making.
+    /// Returns whether a record with this key and this kind or a greater one is in the index, so that a copy is not
+    /// worth making.
     pub fn has(&self, key: u128, kind: u32) -> bool {
         lock(&self.shared.index).places.get(&key).is_some_and(|place| place.kind >= kind)
     }
 
-    /// Hands a record to the thread that writes. It is dropped after [`Self::close`].
+    /// Hands a record to the thread that writes. It is dropped after [`Self::close`], and while another process writes.
+    /// A full queue takes it, too: callers look at [`Self::room`] first.
     pub fn put(&self, record: Record) {
         let mut queue = lock(&self.shared.queue);
         if !queue.is_closing {

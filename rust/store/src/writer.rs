@@ -105,7 +105,8 @@ impl Writer {
         (writer, errors)
     }
 
-    /// Appends a record and adds it to the index. After an error the log is as before.
+    /// Appends a record and adds it to the index. After an error the index has no new record, and what was written is
+    /// cut off again. If that fails, too, nothing more is written to this segment.
     pub(crate) fn append(&mut self, mut record: Record, index: &Mutex<Index>) -> io::Result<Appended> {
         let known = lock(index).places.get(&record.key).map(|place| place.kind);
         if known.is_some_and(|kind| kind >= record.kind && !record.replaces) {
@@ -174,7 +175,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Deletes the least recently used segments until `len` more bytes are within the limit.
+    /// Deletes the least recently used segments, except the one being written, until `len` more bytes are within the
+    /// limit.
     fn make_room(&mut self, len: u64, index: &Mutex<Index>) -> io::Result<()> {
         if self.total + len <= self.max_bytes {
             return Ok(());

@@ -300,7 +300,8 @@ fn better_records_replace_others() {
     assert_eq!((store.keys_of(0), store.keys_of(2)), (vec![7], vec![]));
 }
 
-/// A hook that fails operation `n` once, or with `forever` that and all later ones, after `written` bytes of an append.
+/// Returns a hook that fails operation `n` once, or with `forever` that and all later ones, after `written` bytes of an
+/// append. Also returns the number of operations, which the hook counts.
 fn failing(n: usize, written: usize, forever: bool) -> (Hook, Arc<AtomicUsize>) {
     let count = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&count);

@@ -106,7 +106,8 @@ impl Detokenizer {
         &self.text[..self.text.len() - held_back]
     }
 
-    /// Takes new output ids. Ids after the one that completes a stop string are not taken.
+    /// Takes new output ids. Ids after the one that completes a stop string are not taken. Must not be called again
+    /// after a stop string or [`Self::finish`].
     ///
     /// # Errors
     /// [`Error::Decode`] if the ids cannot be decoded; the text must not be used any more.

@@ -15,7 +15,7 @@ pub struct End {
     pub reason: i64,
     /// Time of the end, by the caller's clock.
     pub time: f64,
-    /// Message, if the reason is an error that the step reported.
+    /// Message, if the reason is an error: of the step, or of text that cannot be decoded.
     pub error: Option<String>,
     /// `FLAG_*` bits with which the step reported the error; 0 for every other end.
     pub flags: i64,
@@ -176,8 +176,8 @@ impl Output {
         Ok((taken, self.stop.is_some()))
     }
 
-    /// Ends the request, and its text unless the reason is an error. The first end counts, but an error replaces any
-    /// other end.
+    /// Ends the request, and its text unless the reason is an error. If the end of the text cannot be decoded, the
+    /// reason becomes an error. The first end counts, but an error replaces any other end.
     pub fn finish(&mut self, reason: i64, error: Option<String>, now: f64) {
         self.end_with(End { reason, time: now, error, flags: 0 });
     }

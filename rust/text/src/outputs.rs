@@ -65,7 +65,9 @@ impl Outputs {
     /// `num_new` becomes the number of tokens that a request kept. `finish_reason` then also reports stop strings and
     /// output that cannot be decoded.
     ///
-    /// `results` are those that were settled; `fault` is the reason why all requests of the step end, if they do.
+    /// `results` are those that were settled. `fault` is the reason why the step failed as a whole, if it did; requests
+    /// that end with `FINISH_ERROR` get it as their message. The request id becomes -1 where the request has no output
+    /// here.
     pub fn deliver(
         &mut self,
         (results_layout, results): (&ResultsLayout, &[i64]),
@@ -135,7 +137,7 @@ impl Outputs {
     }
 }
 
-/// Describes the device's flags.
+/// Returns the message of a request that ends with an error: `fault`, or else what the device's flags mean.
 #[cold]
 fn describe(output: &Output, flags: i64, fault: Fault<'_>) -> String {
     let id = output.request_id();

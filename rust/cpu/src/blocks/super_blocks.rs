@@ -58,8 +58,9 @@ struct Line {
 /// Writes `weight` `[outputs, inputs]` as blocks of `Q4_K` into `blocks` `[outputs, bytes]`, with `threads` threads.
 ///
 /// # Errors
-/// If `inputs` is no multiple of 256, a slice has another length, or a weight is not finite or above 4,126,752, the
-/// largest number of the format. `name` is the error's field.
+/// If `inputs` is no multiple of 256, a slice has another length, a weight is not finite, or its absolute value is
+/// above 4,126,752, the largest number of the format. `blocks` may be written in part then. `name` is the error's
+/// field.
 pub fn quantize_q4_k(name: &str, weight: &Values, inputs: usize, blocks: &mut [u8], threads: usize) -> Result<()> {
     if inputs == 0 || !inputs.is_multiple_of(SUPER) {
         return Err(Error::invalid(format!("{name}'s inputs"), inputs, format!("a multiple of {SUPER}")));

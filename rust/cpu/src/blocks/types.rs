@@ -49,7 +49,7 @@ pub(crate) enum Minima {
 pub(crate) struct Format {
     /// Number of bits of a code in the first lines of a packed block: 2, 4 or 8; codes of 8 bits are signed.
     pub(crate) low: u32,
-    /// Number of bits of a code in the lines after those: 0, 1 or 2.
+    /// Number of further, higher bits of a code, which are in the last lines of a packed block: 0, 1 or 2.
     pub(crate) high: u32,
     /// Whether a group has 16 inputs; otherwise it has 32.
     pub(crate) halves: bool,
@@ -97,7 +97,8 @@ impl Format {
         self.low == 8 || self.table.is_some()
     }
 
-    /// Returns the largest code as an unsigned byte.
+    /// Returns the largest byte that a decoded code can be, read as unsigned. It is 255 for signed codes, because of
+    /// negative ones.
     pub(crate) fn largest_byte(self) -> i32 {
         if self.is_signed() { 255 } else { (1 << (self.low + self.high)) - 1 }
     }

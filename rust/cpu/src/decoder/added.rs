@@ -1,5 +1,5 @@
-//! Embeddings of single layers: those of a tile's tokens for all layers, and their addition to the residual stream after
-//! a layer's MLP. Two phases and a norm for each layer.
+//! Per-layer embeddings: those of a tile's tokens for all layers, and their addition to the residual stream after a
+//! layer's MLP. Two phases and a norm for each layer.
 
 use super::scratch::{Buffers, Private};
 use super::{CHUNK, Context};

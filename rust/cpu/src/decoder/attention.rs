@@ -282,7 +282,8 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Computes a piece of the heads of q, k and v. Keys and values go into the cache if the row has a slot.
+    /// Computes a piece of the heads of q, k and v. Keys and values go into the cache if the row has a slot and is not
+    /// masked. A layer that attends another layer's KV computes only queries.
     fn heads<T: Element>(
         &self,
         layer: &Layer,

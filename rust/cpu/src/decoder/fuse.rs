@@ -13,8 +13,8 @@ use crate::weights::{Head, HeadInput, Weights};
 
 impl Decoder {
     /// Combines the target's hidden states `[N, L, its hidden size]` into states of the head, `out` `[N, hidden_size]`,
-    /// which [`HeadStates`](crate::HeadStates) takes. The decoder's weights must be those of a head. An MTP head and an
-    /// assistant read the states as they are.
+    /// which [`HeadStates`](crate::HeadStates) takes. The decoder's weights must be those of a head. For an MTP head or
+    /// an assistant, which read the states as they are, it copies them to `out`.
     ///
     /// # Errors
     /// If a slice has a wrong length, or the decoder is no head.

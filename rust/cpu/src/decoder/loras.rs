@@ -1,6 +1,6 @@
-//! `LoRA` adapters in a pass: for the rows that have one, they add two products with few outputs to a projection. Each
-//! thread computes all of `A x`, which takes less time than another phase, and its own outputs of B. So sums have
-//! one order, regardless of other rows and of threads.
+//! `LoRA` adapters in a pass: for the rows that have one, they add `B A x` to a projection's outputs, where `A x` has
+//! few features. Each thread computes all of `A x`, which takes less time than another phase, and its own outputs of B.
+//! So sums have one order, regardless of other rows and of threads.
 
 use super::{CHUNK, Context};
 use crate::isa::{LANES, Vector};

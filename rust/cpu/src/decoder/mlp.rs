@@ -108,8 +108,8 @@ impl Context<'_> {
         }
     }
 
-    /// Computes a piece of the output features of the last projection of attention or MLP. It is added to the residual
-    /// stream, or written to `outs` if it is `normed` afterwards.
+    /// Computes a piece of the output features of the last projection of attention or MLP. It is added to `outs`, a
+    /// part of the residual stream. If it is `normed` afterwards, `outs` is a buffer that it overwrites.
     pub(super) fn give(
         &self,
         linear: &Linear,

@@ -121,11 +121,12 @@ impl Decoder {
         }
     }
 
-    /// Makes the decoder round rows to bf16 before every product, so that products multiply bf16 pairs and add in fp32.
-    /// A sum still has one order: its bits do not depend on other rows, threads and instructions.
+    /// Makes the decoder round rows to bf16 before every product except those of routers and of shared experts' gates,
+    /// so that products multiply bf16 pairs and add in fp32. A sum still has one order: its bits do not depend on other
+    /// rows, threads and instructions.
     ///
     /// # Errors
-    /// If a matrix is not bf16, or its number of inputs is no multiple of 32.
+    /// If another matrix than these is not bf16, or its number of inputs is no multiple of 32.
     pub fn with_bf16_rows(self) -> Result<Self> {
         self.weights.check_pairs()?;
         let tiny = self.isa.has_dots() && self.weights.has_tiny();
@@ -203,8 +204,8 @@ impl Decoder {
     /// Allocates nothing except for adapters and for layers with states.
     ///
     /// # Errors
-    /// If the pass names a token, slot, block or row that does not exist, or if the process was forked off the pool's.
-    /// Nothing is written then.
+    /// If the pass names a token, slot, block or row that does not exist, if the decoder is a head, or if the process
+    /// was forked off the pool's. Nothing is written then.
     pub fn forward(&mut self, pass: &Pass<'_>, kv: &mut KvCache, output: Output<'_>) -> Result<()> {
         self.forward_keeping(pass, kv, output, Entries { layers: &[], states: &mut [] })
     }
@@ -223,8 +224,8 @@ impl Decoder {
         self.run(pass, None, kv, output, entries)
     }
 
-    /// Runs a pass of an EAGLE-3 or MTP head, which is fed hidden states with the tokens. The hidden states for the
-    /// next pass are in `entries` at layer 1.
+    /// Runs a pass of a head (EAGLE-3, MTP or an assistant), which is fed hidden states with the tokens. The hidden
+    /// states for the next pass are in `entries` at layer 1.
     ///
     /// # Errors
     /// If the pass is invalid as in [`forward_keeping`](Self::forward_keeping), hidden states have another size, or
@@ -343,7 +344,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Rejects adapters that are not for these weights, and reserves memory for the others.
+    /// Rejects adapters for weights of other sizes, and any adapter if rows are rounded to bf16. Reserves memory for
+    /// the products of the pass's adapters.
     fn adapt(&mut self, pass: &Pass<'_>) -> Result<()> {
         if pass.adapters.is_empty() {
             return Ok(());

@@ -99,7 +99,8 @@ fn by_tiles(linear: &Linear) -> bool {
 }
 
 impl Context<'_> {
-    /// Rounds `rows` rows of `inputs` numbers to bf16 before a product, if the decoder does so.
+    /// Rounds `rows` rows of `inputs` numbers to bf16 before a product, if the decoder does so. Does nothing to rows
+    /// that tiles multiply, which are rounded when they are laid out as tiles.
     pub(super) fn round(&self, x: &mut [Vector], rows: usize, inputs: usize) {
         if self.activations.bf16 && self.tiles.is_none() {
             self.isa.run_pairs(RoundPairs { x: &mut x[..rows * (inputs / LANES)] });

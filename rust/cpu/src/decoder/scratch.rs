@@ -23,7 +23,7 @@ pub(super) struct Buffers {
     pub(super) e: Vec<f32>,
     /// One normed row, `[ceil(hidden / 16)]`.
     pub(super) t: Vectors,
-    /// Output of a block, `[rows, hidden]`, if a norm follows it.
+    /// Output of attention, of an MLP or experts, or of a layer's embedding, `[rows, hidden]`, if a norm follows it.
     pub(super) added: Vec<f32>,
     /// Output of experts, `[rows, hidden]`, if the layer has an MLP, too.
     pub(super) mixture_output: Vec<f32>,
@@ -41,9 +41,9 @@ pub(super) struct Buffers {
     pub(super) netted: Vec<f32>,
     /// Input of the down projection of an MLP or shared expert, `[rows, ceil(intermediate / 16)]`.
     pub(super) act: Vectors,
-    /// Embeddings of single layers, `[rows, layers, size]`, for models that have them.
+    /// Per-layer embeddings, `[rows, layers, size]`, for models that have them.
     pub(super) layer_embedding: Vec<f32>,
-    /// Embeddings of single layers as the table has them for one row, `[layers, size]`.
+    /// Per-layer embeddings as the table has them for one row, `[layers, size]`.
     pub(super) looked_up: Vec<f32>,
     /// Gated embeddings of one layer, `[rows, ceil(size / 16)]`.
     pub(super) gated: Vectors,

@@ -77,11 +77,11 @@ pub(super) struct Shares {
     pub(super) hidden: Cut,
     /// Split of the residual stream's features into longer pieces, for each of which every expert is read once.
     pub(super) mixed: Cut,
-    /// Split of the MLP's intermediate features, which gate and up output and down reads, in multiples of sixteen.
+    /// Split of the MLP's intermediate features, which gate and up output and down reads, in vectors of sixteen.
     pub(super) intermediate: Cut,
-    /// Split of an expert's intermediate features, in multiples of sixteen.
+    /// Split of an expert's intermediate features, in vectors of sixteen.
     pub(super) expert: Cut,
-    /// Split of a shared expert's intermediate features, in multiples of sixteen.
+    /// Split of a shared expert's intermediate features, in vectors of sixteen.
     pub(super) shared: Cut,
     /// Split of a router's logits.
     pub(super) router: Cut,

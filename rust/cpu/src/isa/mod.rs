@@ -62,7 +62,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
         self.load(&std::array::from_fn(|i| f32::from_bits(u32::from(x[i][0].0) | u32::from(x[i][1].0) << 16)))
     }
     /// Returns `acc` plus the product of the second numbers of the pairs `a` and `b`, rounded once, then plus the
-    /// product of the first numbers, rounded once. A subnormal operand or result may count as zero.
+    /// product of the first numbers, rounded once. A subnormal operand or result may count as zero. Only for
+    /// instruction sets with [`DOTS`](Self::DOTS).
     #[inline(always)]
     fn dot(self, a: Self::V, b: Self::V, acc: Self::V) -> Self::V {
         let _ = (a, b);
@@ -174,7 +175,7 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// Largest unsigned byte that [`dot8`](Self::dot8) takes; 0 if there is no such instruction.
     const LARGEST_BYTE: i32 = 0;
     /// Returns `acc` + the products of the unsigned bytes of `a` with the signed bytes of `b`, four for each lane; sums
-    /// wrap.
+    /// wrap. Only for instruction sets whose [`LARGEST_BYTE`](Self::LARGEST_BYTE) is not 0.
     #[inline(always)]
     fn dot8(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
         let _ = (a, b);

@@ -106,7 +106,8 @@ impl Iteration {
         Ok(Judged { num_accepted, token, finite, nothing_allowed: first_empty == Some(0) })
     }
 
-    /// Commits the emitted tokens, applies stops and the limit, and reports. No later code judges them again.
+    /// Commits the emitted tokens, applies stops and the limit, and reports. No later code judges them again. A
+    /// sequence with a fault commits nothing: its row ends, and only its flags are reported.
     ///
     /// If the drafter has KV, `draft_len` becomes the result of `Drafter::draft_len_after` for `K_r > 0`; else it is
     /// unchanged. A sequence that ended before reports zeros.

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 /// Stage of a drafter in a step. Each may fail by itself, which costs the step its drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Feeds an EAGLE-3 head the states that the prompt chunks of the step before have left to it.
+    /// Feeds an EAGLE-3 or MTP head the states that the prompt chunks of the step before have left to it.
     HeadPrefill = 1,
     /// Feeds the draft chunks of the step.
     CatchUp = 2,

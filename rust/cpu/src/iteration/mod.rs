@@ -335,7 +335,8 @@ impl Iteration {
 
     /// Reads lengths from row state and applies the device's guards to the planned `K_r`: `max(min(planned, min(limit -
     /// 1, draft context + 1) - n), 0)`. It is 0 if the row has ended or the draft's KV lags by more than
-    /// `max_draft_lag`. A head starts anew after any lag.
+    /// `max_draft_lag`. A head starts anew after any lag. For drafts that the host proposed, neither the draft's
+    /// context nor its lag counts.
     fn prepare(&mut self, record: &RecordView<'_>, header: StepHeader, state: &RowState<'_>) {
         self.sequences.clear();
         self.drafting = header.max_k > 0;

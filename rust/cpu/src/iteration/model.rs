@@ -17,8 +17,8 @@ pub struct Facts<'a> {
     pub num_ids: usize,
     /// Target's id of each logit, `[num_ids]`, ascending; `None` if logit i is for id i.
     pub target_ids: Option<&'a [i64]>,
-    /// Layers of the target whose input states an EAGLE-3 head reads, and the numbers in one state; empty for other
-    /// models.
+    /// Layers of the target whose input states a head reads (EAGLE-3, MTP or an assistant), and the numbers in one
+    /// state; empty for other models.
     pub hidden_layers: (&'a [usize], usize),
     /// Whether it is a head without KV of its own, which attends the target's.
     pub shares_kv: bool,
@@ -35,8 +35,8 @@ pub trait Model {
     /// `pass.adapters` is empty. The model knows the adapters of state rows, which `pass.sequences` names for a
     /// target.
     ///
-    /// `head_states` is the input of an EAGLE-3 head in addition to its tokens, `None` for other models. A head writes the
-    /// input of its next pass to `entries` at layer 1.
+    /// `head_states` is the input of a head (EAGLE-3, MTP or an assistant) in addition to its tokens, `None` for other
+    /// models. A head writes the input of its next pass to `entries` at layer 1.
     ///
     /// # Errors
     /// If the pass cannot be run; KV of its rows may have been written.
@@ -103,7 +103,7 @@ pub trait Model {
     /// Combines the target's hidden states `[N, layers, size]` into what a head is fed, `[N, hidden_size]`.
     ///
     /// # Errors
-    /// If the model is no EAGLE-3 head.
+    /// If the model is no head.
     fn fuse(&mut self, states: &[f32], fused: &mut [f32]) -> Result<()>;
 }
 

@@ -66,9 +66,9 @@ impl Want {
 }
 
 impl Iteration {
-    /// Runs the gathered rows and fills `tops` and, if wanted, `best` and `logits`. Logits are over the target's ids.
-    /// They are minus infinity for ids that a draft model does not have, and far below the others for ids that a head
-    /// does not have. Ids fed to a draft model are limited to its own vocabulary.
+    /// Runs the gathered rows and fills those of `tops`, `best` and `logits` that `want` names. Logits are over the
+    /// target's ids. They are minus infinity for ids that a draft model does not have, and far below the others for ids
+    /// that a head does not have. Ids fed to a draft model are limited to its own vocabulary.
     ///
     /// Rows at which a grammar allows only the next draft need no logits: theirs are zeros, and the mask leaves that
     /// draft.

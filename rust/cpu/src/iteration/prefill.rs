@@ -81,8 +81,8 @@ impl Iteration {
         Ok(())
     }
 
-    /// Runs the draft's pass over committed tokens that it has not seen (deferred drafting); afterwards their KV is
-    /// valid.
+    /// Runs the draft's pass over committed tokens that it has not seen (deferred drafting). Afterwards their KV is
+    /// valid, unless the pass failed, which is noted as the drafter's fault.
     ///
     /// Positions whose KV another request has already written (slot -1) are not fed, because no other row reads their
     /// outputs.

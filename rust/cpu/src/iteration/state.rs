@@ -115,7 +115,7 @@ impl OwnedRowState {
 }
 
 impl RowState<'_> {
-    /// Checks that the sizes of all tensors match each other and the settings.
+    /// Checks that the sizes of all tensors except the hidden states match each other and the settings.
     ///
     /// # Errors
     /// Names the first tensor with a wrong size.

@@ -151,7 +151,8 @@ impl TextDrafts {
 
 impl Iteration {
     /// Draws up to `K_r` drafts per sequence from the text that the draft model generates. `K_r` becomes the number of
-    /// the target's tokens in that text. If there are none, `FLAG_NOTHING_DRAFTED` is set.
+    /// the target's tokens in that text, at most the planned number. If there are none, `FLAG_NOTHING_DRAFTED` is set.
+    /// A sequence whose text was not fed to its end gets no drafts and no flag.
     pub(super) fn draft_text(
         &mut self,
         state: &mut RowState<'_>,

@@ -31,7 +31,8 @@ impl Translation {
     /// `vocab_size` that the draft does not have, it is fed `unknown`.
     ///
     /// # Errors
-    /// If one of the target's ids is out of range or comes twice, if a draft's id is negative, or if nothing is shared.
+    /// If one of the target's ids is out of range or comes twice, if a draft's id or `unknown` is negative, or if
+    /// nothing is shared.
     pub fn new(shared: &[(i64, i64)], unknown: i64, vocab_size: usize) -> Result<Self> {
         let mut fed = vec![-1; vocab_size];
         for &(target, draft) in shared {

@@ -49,8 +49,8 @@ mod tests {
     use super::*;
     use crate::isa::Isa;
 
-    /// Checks rounding to the nearest bf16, ties to even. Tiny numbers become zeros with their sign. Both layouts hold
-    /// the same pairs.
+    /// Checks rounding to the nearest bf16, ties to even. Tiny numbers become positive zeros. Both layouts hold the
+    /// same pairs.
     #[test]
     fn rows_are_rounded_and_paired() {
         let tie = |bits: u32| f32::from_bits(bits << 16 | 0x8000);

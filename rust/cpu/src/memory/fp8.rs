@@ -10,7 +10,8 @@ pub struct E4m3(pub u8);
 #[repr(transparent)]
 pub struct E5m2(pub u8);
 
-/// Returns the nearest code of a number whose absolute value is at most `largest`, ties to even; NaN stays NaN.
+/// Returns the code nearest to `x`, ties to even. Numbers whose absolute value is above `largest` get its code; NaN
+/// stays NaN.
 fn encode<const FRACTION: u32>(x: f32, largest: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     if x.is_nan() {

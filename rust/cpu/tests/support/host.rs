@@ -50,7 +50,7 @@ impl Host {
         }
     }
 
-    /// Writes random keys and values of the first `len` positions of sequence 0.
+    /// Writes random keys and values of the first `len` positions of sequence 0, and returns them by layer.
     pub fn fill(&mut self, model: &Model, len: usize, seed: u64) -> Vec<KeysValues> {
         let n = &mut Numbers(seed);
         let (heads, dim, block_size) = (model.shape.num_kv_heads, model.shape.head_dim, self.block_size);

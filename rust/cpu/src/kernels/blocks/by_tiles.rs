@@ -22,8 +22,8 @@ impl TileRoom {
 /// Sums of the products of two blocks with sixteen rows, by planes and rows.
 type Dots = [[[Line; LANES]; 2]; 2];
 
-/// Computes a strip's outputs into `acc` `[rows]`. The number of rows in `acc` is a multiple of sixteen, at least the
-/// number of rows.
+/// Adds a strip's outputs to `acc` `[rows]`. The number of rows in `acc` is a multiple of sixteen, at least the number
+/// of rows.
 pub(super) fn by_tiles(
     isa: Isa,
     w: &Packed,
