@@ -146,7 +146,8 @@ class NetStates:
         return self.inputs, self.bases, self.deltas, self.decays, self.kept_inputs, self.kept_bases
 
     def begin_step(self, host: Mapping[str, Tensor], device: Mapping[str, Tensor], header: Header) -> None:
-        """Give admitted rows the states that they begin with, and read which snapshots the step may write.
+        """Restore the snapshots that admitted rows begin with, and read which snapshots the step may write. Does
+        nothing without room for snapshots.
 
         `host` and `device` are the record's sections in host memory and on the states' device. Nothing is read back.
         """
