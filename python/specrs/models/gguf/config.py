@@ -213,8 +213,8 @@ def _windows(values: Fields, architecture: Architecture, layers: int) -> dict[st
 
 
 def _dtype(kinds: Set[str]) -> str:
-    """Return the dtype that a model whose tensors are of these types has by default, where that is the checkpoint's.
-    Blocks have numbers beyond the range of float16."""
+    """Return the checkpoint's dtype for tensors of the types `kinds`. It is bfloat16 for quantized tensors, whose
+    blocks have numbers beyond the range of float16."""
     if "BF16" in kinds or kinds - PLAIN.keys():
         return "bfloat16"
     return "float16" if "F16" in kinds else "float32"
