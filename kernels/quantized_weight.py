@@ -102,7 +102,7 @@ class QuantizedWeight:
             parts: numbers of features of the projections that are fused in dimension `dim` (q, k and v, for example).
                 Each is split by itself; together they fill the dimension. None: it is one projection.
 
-        Raises ValueError for a part that `world` does not divide.
+        Raises ValueError for a part that `world` does not divide, and for a shard that no kernel reads.
         """
         size, coding = self.shape[1], self.coding
         if dim == OUT:
@@ -197,7 +197,8 @@ def fp8_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def fuse(parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> QuantizedWeight | None:
-    """Return projections that share an input as one weight, stacked along outputs. None if their codings differ."""
+    """Return projections that share an input as one weight, stacked along outputs. Zero points and scales are converted
+    to a common coding if they can be. None if the codings still differ."""
     if any(part.coding.zeros for part in parts):
         converted = [part.with_zeros() for part in parts]
         parts = [part for part in converted if part is not None]

@@ -81,7 +81,7 @@ def first_best(values, token, mask):  # type: ignore[no-untyped-def]
 @triton.jit
 def keep_better(best, best_token, values, token, mask):  # type: ignore[no-untyped-def]
     """Return, lane by lane, the larger of a running best and `values` (no NaN), with its token; the earlier token in a
-    tie. The running best starts from -inf and `NO_TOKEN`."""
+    tie. Lanes without `mask` keep the running best. It starts from -inf and `NO_TOKEN`."""
     better = mask & ((values > best) | (best_token == NO_TOKEN))
     return tl.where(better, values, best), tl.where(better, token, best_token)
 

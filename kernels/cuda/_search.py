@@ -93,8 +93,8 @@ def _keys_of_cell(m, cell):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first_reaching(sums, index, before, target):  # type: ignore[no-untyped-def]
-    """Return the first index at which before + the cumulative sum reaches the target, the sum before that index, and
-    whether there is one."""
+    """Return the first index at which before + the cumulative sum reaches the target, and the sum before that index.
+    The index is the number of sums if none reaches it."""
     reached = before + tl.cumsum(sums, axis=0)
     at = tl.sum((reached < target).to(tl.int32), axis=0)
     return at, before + tl.sum(tl.where(index < at, sums, 0), axis=0)

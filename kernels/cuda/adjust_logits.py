@@ -67,7 +67,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class AskedRows:
-    """The M rows of logits of these sequences, sequence after sequence, on the device."""
+    """Rows of logits, M in total, of the sequences in an `Asked`, sequence after sequence, on the device."""
 
     row: Tensor
     """[M] int64, row of the logits."""

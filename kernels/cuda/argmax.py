@@ -47,8 +47,9 @@ def combine_argmax_kernel(  # type: ignore[no-untyped-def]
 
 
 def tile_argmax(logits: Tensor, tile_value: Tensor, tile_id: Tensor, cells: Tensor | None) -> int:
-    """Launch the first kernel of every op that needs a row's largest logit. Return the number of tiles. `cells` is
-    zeroed if it is given."""
+    """Write the largest logit of each tile of each row into `tile_value`, and its id into `tile_id`. Return the number
+    of tiles per row. This is the first kernel of every op that needs a row's largest logit. `cells` is zeroed if it is
+    given."""
     rows, vocab_size = logits.shape
     tile = tile_of(rows, vocab_size)
     tiles: int = triton.cdiv(vocab_size, tile)

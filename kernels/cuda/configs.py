@@ -187,7 +187,8 @@ def _tensor_tiles(shape: LinearShape, block_k: int) -> int:
 
 
 def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLimits) -> LinearConfig:
-    """Return `config` with as many of its stages as fit into shared memory, at least two."""
+    """Return `config` with as many of its stages as fit into shared memory, at least two, and with 8 warps for 64 rows
+    or more. `config` itself if kernels are interpreted."""
     if not limits.capability:
         return config
     per_sm = max(1, -(-config.programs // limits.num_sms))

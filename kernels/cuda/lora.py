@@ -189,7 +189,7 @@ def padded_rank(rank: int) -> int:
 
 def num_splits(rows: int, k: int) -> int:
     """Return the number of programs that share a sum over `k` inputs. It is the same for all passes of up to 64 rows,
-    so that these have one order of sums. Passes of more rows have enough programs without."""
+    so that these have one order of sums, and 1 for more rows."""
     return 1 if rows > MAX_ROWS else -(-k // _span(MAX_ROWS, k))
 
 

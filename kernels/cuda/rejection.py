@@ -79,7 +79,8 @@ def tile_rejection_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute m, and for each tile the best of the residual (slot 0, -inf if it is empty) and of p (slot 1)."""
+    """Compute the number of accepted drafts, and for each tile the best of the residual (slot 0, -inf if it is empty)
+    and of p (slot 1)."""
     t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     state_row = tl.load(row + b)
     params = values + state_row * PARAMS

@@ -22,7 +22,7 @@ class RowTensors(Protocol):
 
     @property
     def draft_len(self) -> Tensor:
-        """[R + 1], draft KV is valid on [0, draft_len)"""
+        """[R + 1], draft KV is valid on [0, draft_len), or on [draft_start, draft_len) for a head."""
 
     @property
     def limit(self) -> Tensor:

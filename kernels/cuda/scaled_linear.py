@@ -16,11 +16,11 @@ CUDA = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
 
 
 def serves(w: QuantizedWeight, limits: DeviceLimits) -> bool:
-    """Return True if a device can multiply FP8 rows with w.
+    """Return True if a device can multiply FP8 rows with w, which must be FP8 with multiples of 16 as sizes.
 
     It can with scales for each row and each output: from sm_89 on, and on a CPU. With scales for 128 inputs of a row
-    and for weight blocks of 128 x 128, it needs sm_90 and CUDA 12.9 or newer, and a number of blocks per output that is
-    a multiple of 4.
+    and for weight blocks of 128 x 128, it needs sm_90 (no newer one), CUDA 12.9 or newer, and a number of blocks per
+    output that is a multiple of 4.
     """
     (out, size), coding = w.shape, w.coding
     if coding.kind != "fp8" or out % 16 or size % 16:
@@ -69,6 +69,7 @@ def _(operands: list[Tensor], bias: Tensor | None, out: Tensor) -> None:
 
 
 def scaled_linear_reference(x: Tensor, w: QuantizedWeight) -> Tensor:
-    """Compute `x W^T + b` in float64 for rows x `[N, in]` of 16 or more bits, with x rounded to e4m3 first."""
+    """Compute `x W^T + b` in float64 for rows x `[N, in]` of 16 or more bits, with x rounded to e4m3 first if
+    `w.fp8_rows`."""
     y = w.multiplied(x.double()) @ w.dequantized().t()
     return y if w.bias is None else y + w.bias.double()

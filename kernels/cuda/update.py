@@ -236,7 +236,8 @@ def update_rows(
 
     A sequence that is not alive reports zeros and leaves its row as it is; padding reports nothing. A sequence emits
     nothing and becomes inactive if a flat row up to `accepted` is not finite, if no token is allowed in its first flat
-    row, or if it would exceed its capacity.
+    row, or if it would exceed its capacity. If no token is allowed in a later flat row, the draft that leads to it is
+    the last token emitted, and flat rows after it are not checked.
 
     `hidden` is for a drafter that reads hidden states: the states that are kept; where `keep_states` will put those of
     the committed tokens; and True if the sequences are ends of prompts, of which only the last state is kept.

@@ -118,7 +118,7 @@ class LeadingRunner:
 
 
 def checksum(slot: RingSlot, header: Header) -> int:
-    """Return the CRC-32 of a step's results. Tokens after the emitted ones are meaningless and left out."""
+    """Return the CRC-32 of a step's results. Tokens after the emitted ones are left out."""
     count, arrays = header.num_decode + header.num_prefill, slot.results_arrays
     told = [arrays[name][:count] for name in ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")]
     tokens = slot.tokens[:count]

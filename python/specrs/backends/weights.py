@@ -21,7 +21,7 @@ class Weights:
 
     @property
     def models(self) -> list[Any]:
-        """The target, and the model or EAGLE-3 head that drafts for it."""
+        """The target, and the draft model or head that drafts for it."""
         return [self.target, *([] if self.drafter is None else [self.drafter.model])]
 
     @property

@@ -46,7 +46,8 @@ class DrafterOptions(
     """Options of all drafters. Python orders the fields of the last base class first."""
 
     def check_rules(self) -> None:
-        """Raise `InvalidConfigError` for options of a drafter that contradict each other."""
+        """Raise `InvalidConfigError` for options of a drafter that contradict each other, and for options that are not
+        implemented together."""
         for row in TABLE:
             row.options.check_rules(self)
         if self.use_heterogeneous_vocab and self.parallel_drafting:
@@ -65,7 +66,7 @@ HOST_METHODS = {row.name: row for row in TABLE if isinstance(row, HostMethod)}
 
 
 def methods_of(option: str) -> tuple[str, ...]:
-    """Return the methods that have an option. Empty if all of them have it."""
+    """Return the methods that have `option` among their own options. Empty for an option that every method has."""
     return tuple(dict.fromkeys(row.name for row in TABLE if option in options_of(row.options)))
 
 

@@ -84,7 +84,7 @@ class LoadedDrafter(Protocol):
 
     @property
     def model(self) -> Any:
-        """The draft model or the EAGLE-3 head. A head has those members of `Model` that the engine uses."""
+        """The draft model or the head. A head has those members of `Model` that the engine uses."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -105,9 +105,10 @@ class LoadedDrafter(Protocol):
         """Return the number of hidden state values of the target that are kept for the drafter per row."""
 
     def on_cpu(self, limits: DraftLimits, num_blocks: int) -> CpuDrafter:
-        """Return the drafter for a CPU, with a KV cache of `num_blocks` blocks.
+        """Return the drafter for a CPU, with a KV cache of `num_blocks` blocks. A draft model that reads and writes
+        text has a number of blocks of its own.
 
-        Raises `InvalidConfigError` if the cache needs more memory than a CPU has by default.
+        Raises `InvalidConfigError` if these need more than `DEFAULT_CPU_KV_CACHE_BYTES`.
         """
 
     def check(self, path: str) -> DraftCheck | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class CpuDrafter:
-    """A model or EAGLE-3 head on a CPU, whose drafts `specrs.core.CpuIteration` draws.
+    """A draft model or head on a CPU, whose drafts `specrs.core.CpuIteration` draws.
 
     Its declaration to the scheduler is a `CachedDrafter`, `HiddenDrafter`, `SharedKVDrafter` or `TextDrafter`.
     """
@@ -21,7 +21,7 @@ class CpuDrafter:
     on_host: ClassVar[bool] = False
 
     model: Any
-    """The draft model (`Model`) or EAGLE-3 head."""
+    """The draft model (`Model`) or the head."""
     kv_cache: Any
     """KV cache of the drafter; None for an assistant, which has none."""
     shared: SharedVocabulary | None = None

@@ -160,7 +160,8 @@ class TorchModel(Model, Protocol):
         """Return a zeroed cache of `num_blocks` blocks of `block_size` positions, and a scratch block."""
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the states of layers that have
+        some. Changes nothing else.
 
         Rows at position -1 are masked: their output is finite but meaningless. `hidden_layers` are the layers whose
         inputs are returned with the final states (EAGLE-3 reads three: Li et al. 2025).

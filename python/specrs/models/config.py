@@ -82,7 +82,8 @@ class ModelConfig:
     """False for a checkpoint of a base model without an LM head, which embeds and generates no text. The embedding then
     stands in for the head."""
     experts: Experts | None = None
-    """Sizes of the experts that replace the MLP in some or all layers. None: there are no experts."""
+    """Sizes of the experts that replace the MLP in some or all layers, or with `parallel_mlp` stand next to it. None:
+    there are no experts."""
     delta: DeltaNet | None = None
     """Sizes of the delta nets that replace attention in some layers. None: all layers have attention."""
     output_gate: bool = False
@@ -207,7 +208,7 @@ class ModelConfig:
 
     @property
     def rope_magnitude(self) -> float:
-        """Factor on the cos and sin of RoPE angles."""
+        """Factor on the cos and sin of RoPE angles with `rope_scaling`. Layers in `ropes` may have another."""
         return rope_magnitude(self.rope_scaling)
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":

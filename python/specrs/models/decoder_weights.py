@@ -200,7 +200,7 @@ NativeWeights = DecoderWeights[Array, NativeWeight, np.dtype[Any]]
 
 
 class NumpyHeld:
-    """Members `dtype` and `cache_dtype` for native decoders and EAGLE-3 heads, whose weights are NumPy arrays."""
+    """Members `dtype` and `cache_dtype` for native decoders and heads, whose weights are NumPy arrays."""
 
     weights: Any
 
@@ -301,7 +301,7 @@ class DecoderFacts(Model):
 
     @property
     def rope_magnitude(self) -> float:
-        """Factor on the cos and sin of RoPE angles."""
+        """Factor on the cos and sin of RoPE angles with the configuration's `rope_scaling`."""
         return self.config.rope_magnitude
 
     @property

@@ -24,8 +24,8 @@ class ChunkRows:
     max_q_len: int
     """Upper bound, known on the host, of the rows of a chunk."""
     batch: int
-    """Number of requests, at most B, for which the attention of the other rows is split. It fixes the order of their
-    sums, so chunks do not change it."""
+    """Number of requests, at most B, for which the attention of the rows before the chunks is split. It fixes the order
+    of their sums, so chunks do not change it."""
     device_rows: Tensor | None = None
     """[S] int64 state row of each chunk's request, for models whose layers have states. None: its index."""
 

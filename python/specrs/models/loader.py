@@ -98,8 +98,8 @@ def is_known_family(source: str | Path, *, revision: str | None = None) -> bool:
 
 
 def load_mask_token_id(source: str | Path, *, revision: str | None = None) -> int | None:
-    """Return the token that a draft model for parallel drafting reads in place of drafts. None for other models. Raises
-    CheckpointError if config.json is missing or malformed."""
+    """Return the token that a draft model for parallel drafting reads in place of drafts. None for other models and for
+    GGUF files. Raises CheckpointError if config.json is missing or malformed."""
     if gguf_path(source, revision) is not None:
         return None
     return mask_token_id(read_config(resolve_folder(source, revision, weights=False)))

@@ -1,8 +1,8 @@
 """Forward pass of a decoder on a CPU as one call of `specrs-cpu`. Samples nothing and keeps no state.
 
 The sums of a row have a fixed order. It does not depend on other rows, threads or the instruction set, so the logits
-always have the same bits. Weights are read in place: fp32, bf16, INT8 or INT4. Products are summed in fp32. Hidden
-states are fp32 for bf16 models too. `dense` rounds them to bf16, so its numbers differ.
+always have the same bits. Weights are read in place: fp32, bf16 or packed integers. Products are summed in fp32. Hidden
+states are fp32 for bf16 models too. `torch_decoder` rounds them to bf16, so its numbers differ.
 
 Steps of an engine run these passes in the Rust core. The passes called here serve tests and measurements.
 """
@@ -45,7 +45,8 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         prompt_tiles: bool = False,
         kv_groups: KVGroups | None = None,
     ) -> None:
-        """Wrap `weights` as `native_loader.load_native` lays them out. They must not change while this object lives.
+        """Wrap `weights` as `backends.cpu.weights.load_native` lays them out. They must not change while this object
+        lives.
 
         `pool` has the threads of passes; None: the caller's thread. `activations` is what rows are rounded to
         before products, as `cpu_activations` says. `prompt_tiles` multiplies the rows of prompts with bf16

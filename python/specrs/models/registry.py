@@ -152,7 +152,7 @@ class Family:
     tied: bool = False
     """True if a missing `tie_word_embeddings` means true."""
     experts: ExpertFields | None = None
-    """Description of the experts that replace the MLP. None: layers have an MLP."""
+    """Description of the experts that replace the MLP or stand next to it. None: there are no experts."""
     delta_net: bool = False
     """True if some layers have a gated delta net in the place of attention: see `models.delta_net`."""
     fused_delta_net: bool = False

@@ -23,10 +23,11 @@ _GGUF_LAST = 3
 
 
 def pools_last_token(source: str | Path, revision: str | None = None) -> bool:
-    """Return True for an embedding model that pools the last token's state. False: no file says that it embeds.
+    """Return True for an embedding model that pools the last token's state. False: no file says that it embeds, or a
+    GGUF file names another pooling.
 
-    Raises `UnsupportedRequestError` for an embedding model with another pooling, or with further layers after it, and
-    `CheckpointError` if a file is malformed.
+    Raises `UnsupportedRequestError` if sentence-transformers' files name another pooling or further layers after it,
+    and `CheckpointError` if a file is malformed.
     """
     file = gguf_path(source, revision)
     if file is not None:

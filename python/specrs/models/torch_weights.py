@@ -48,8 +48,8 @@ def _quantized(weights: TorchWeights) -> list[QuantizedWeight]:
 
 
 def with_fp8_rows(weights: TorchWeights, *, wide_only: bool = False) -> TorchWeights:
-    """Return the same weights, whose FP8 matrices are multiplied with rows rounded to FP8. With `wide_only` they are in
-    products of many rows, if the device multiplies FP8 numbers."""
+    """Return the same weights, whose FP8 matrices are multiplied with rows rounded to FP8. With `wide_only`, rows are
+    rounded only in products of many rows, and only if the device multiplies FP8 numbers."""
 
     def of(w: Weight) -> Weight:
         if not isinstance(w, QuantizedWeight) or w.coding.kind != "fp8":
@@ -61,7 +61,7 @@ def with_fp8_rows(weights: TorchWeights, *, wide_only: bool = False) -> TorchWei
 
 
 class TorchHeld:
-    """Members `dtype`, `cache_dtype` and `device` for decoders and EAGLE-3 heads whose weights are torch tensors."""
+    """Members `dtype`, `cache_dtype` and `device` for decoders and heads whose weights are torch tensors."""
 
     weights: Any
 

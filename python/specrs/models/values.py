@@ -12,7 +12,7 @@ MAX_SIZE = 2**31 - 1
 
 def size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
     """Return an integer from 1 to MAX_SIZE; `default` if the field is missing or null. Raises CheckpointError for any
-    other value."""
+    other value, and for a missing field without a default."""
     value = raw.get(field)
     value = default if value is None else value
     if type(value) is not int or value < 1:
@@ -24,7 +24,7 @@ def size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
 
 def number(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
     """Return a finite number above 0; `default` if the field is missing, but not if it is null. Raises CheckpointError
-    for any other value."""
+    for any other value, and for a missing field without a default."""
     value = raw.get(field, default)
     if not is_number(value):
         raise malformed(field, value, "a finite number greater than 0")

@@ -101,7 +101,8 @@ def log_mtp_head(path: Path, count: int) -> None:
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of a multimodal checkpoint's text model; `raw` itself for other checkpoints.
 
-    Raises UnsupportedModelError for a text model that is not implemented, and CheckpointError.
+    Raises UnsupportedModelError for a text model that is not implemented, and CheckpointError for a `text_config` that
+    is no object.
     """
     if not is_wrapped(raw):
         return raw

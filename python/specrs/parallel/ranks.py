@@ -107,9 +107,10 @@ class Ranks:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return `x` of every rank in the order of ranks, `[size, *x.shape]`. Shape and dtype must be the same on all.
+        On a GPU the exchange is only enqueued: a rank that is lost then shows in `wait_for`.
 
         Raises:
-            ExchangeError: another rank has ended, or did not answer in time.
+            ExchangeError: `x` is in host memory, and another rank has ended or did not answer in time.
         """
         x = x.contiguous()
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)

@@ -75,7 +75,7 @@ def lead(size: int, timeout: float, module: str, setup: dict[str, Any]) -> tuple
 
     Raises:
         InvalidConfigError: torchrun started another number of processes.
-        RankLostError: one of the processes ended before it got `setup`.
+        RankLostError: a process could not be started, did not connect, or ended before it got `setup`.
     """
     if torchrun_rank() is not None:
         meeting = _torchrun(size, timeout)

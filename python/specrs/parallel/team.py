@@ -102,7 +102,7 @@ class Team:
 
     def collect(self, kind: Kind) -> list[Any]:
         """Wait for the next message of every other rank, which must be of `kind`, and return the messages read as JSON.
-        Raises RankLostError if a rank has ended or does not respond."""
+        Raises RankLostError if a rank has ended, does not respond or sends a message of another kind."""
         found = []
         for rank, member in self._members.items():
             with self._changed:
@@ -115,8 +115,9 @@ class Team:
         return found
 
     def done(self, step: int, checksum: int) -> None:
-        """Record the checksum of step `step` on rank 0. Every other rank must report the same checksum. Each rank
-        computes drafts by itself, and they agree only if their processors and libraries compute alike."""
+        """Record the checksum of step `step` on rank 0, without waiting for the other ranks. If another rank reports a
+        different one, that rank counts as lost, and all ranks end. Each rank computes drafts by itself, and they agree
+        only if their processors and libraries compute alike."""
         with self._changed:
             self._done[step] = checksum
             self._compare()
@@ -145,8 +146,8 @@ class Team:
     def close(self) -> None:
         """End all ranks and wait for them. May be called again, and after a failure.
 
-        First waits until all ranks have finished the last step. A rank that ends resets its connections, and another
-        rank may still have to read from them.
+        First waits, for at most `GRACE` seconds, until all ranks have finished the last step. A rank that ends resets
+        its connections, and another rank may still have to read from them.
         """
         with self._changed:
             if threading.current_thread() is not self._thread:

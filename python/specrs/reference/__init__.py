@@ -1,2 +1,2 @@
-"""Slow and short implementations of a step and of a decoder. Tests compare the others with them; no engine runs
+"""Slow and short implementations of a step and of a decoder. Tests compare runners and models with them; no engine runs
 them."""

@@ -32,7 +32,7 @@ class Drafter(Protocol):
     """Layers of the target whose input hidden states the drafter reads, numbered as by `TorchDecoder.forward`. Empty
     for a draft model."""
     num_kept: int
-    """Number of positions per row whose hidden states are kept for the drafter."""
+    """Maximum number of positions per row whose hidden states are kept for the drafter."""
 
     def begin_step(self) -> None:
         """Run the drafter's passes that the previous step deferred to this step."""
@@ -140,8 +140,9 @@ class HiddenStateDrafter:
     def __init__(
         self, head: Any, kv_cache: KVCache, vocab_size: int, max_model_len: int, *, max_draft_lag: int
     ) -> None:
-        """`head` has the members of `Eagle3Head` or `MtpHead`; `vocab_size` is the target's. The
-        target's hidden states are kept for the last `max_draft_lag - 1` positions of each row."""
+        """`head` has the members of `Eagle3Head` or `MtpHead`; `vocab_size` is the target's. The target's hidden states
+        are kept for at most `max_draft_lag - 1` positions of each row. If a step adds more than fit, the earlier ones
+        are dropped."""
         self.head, self.kv_cache, self.vocab_size, self.max_model_len = head, kv_cache, vocab_size, max_model_len
         self.hidden_layers: Sequence[int] = head.aux_layer_ids
         self.num_kept = max_draft_lag - 1

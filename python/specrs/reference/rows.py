@@ -133,8 +133,8 @@ class Iteration:
         )
 
     def without_forced(self, logits: Tensor) -> Tensor:
-        """Return the target's logits `[k + 1, V]`, with zeros where the grammar allows only the next draft.
-        Unless log probabilities are reported, an engine does not compute those."""
+        """Return the target's logits `[k + 1, V]`, with zeros in rows where the grammar allows only the next draft: an
+        engine does not compute them. `logits` itself without a grammar, or if log probabilities are reported."""
         if self.grammar is None or self.row.request.logprobs != LOGPROBS_NONE:
             return logits
         pairs = zip(self.grammar.allowed, self.drafts, strict=False)
@@ -142,7 +142,7 @@ class Iteration:
         return torch.where(torch.tensor([*forced, False])[:, None], 0.0, logits)
 
     def add(self, draft: int) -> None:
-        """Append the next draft."""
+        """Append the next draft, and advance the grammar over it."""
         self.drafts.append(draft)
         if self.grammar is not None:
             self.grammar.advance(draft)

@@ -18,8 +18,8 @@ OUTSIDE = -2
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Occurrences of each token of the vocabulary in the prompt and in the output. A flat row is one row of the
-    verification pass, `[N]` for all requests."""
+    """Number of times each token occurs in the output, and whether it occurs in the prompt. A flat row is one row
+    of the verification pass, `[N]` for all requests."""
 
     output: Tensor  # [N, V] int32, times each token occurs in the output
     prompt: Tensor  # [N, V] bool, whether it occurs in the prompt

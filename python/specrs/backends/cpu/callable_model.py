@@ -17,7 +17,8 @@ from specrs.models.kv_cache import KVCache
 from specrs.models.lora import AdapterRows, LoRAAdapter
 
 Returned = tuple[NDArray[np.float32] | None, NDArray[np.float32] | None, NDArray[np.bool_] | None]
-"""Logits of the wanted rows `[W, ids]`, hidden states `[N, layers, hidden]`, and whether each row is finite `[N]`."""
+"""Logits of the wanted rows `[W, ids]`, hidden states `[N, layers, hidden]`, and whether each row is finite `[N]`. A
+part that was not asked for is None."""
 FindAdapters = Callable[[Sequence[int]], list[tuple[LoRAAdapter, list[int]]]]
 """Function that returns the LoRA adapters of given state rows, each with the rows that use it."""
 
@@ -54,8 +55,9 @@ class CallableModel:
         """Run a pass over N rows, and write their K and V into the cache.
 
         `wanted` are the rows whose logits are returned or, with `keeps`, whose hidden states are kept for `logits` and
-        `hidden`. `layers` are the layers whose inputs are returned as hidden states. `head_states` must be None: only
-        heads read hidden states of a target.
+        `hidden`. `layers` are the layers whose inputs are returned as hidden states. Whether rows are finite is
+        returned only for a model that `ends_in_window`. `head_states` must be None: only heads read hidden states of a
+        target.
         """
         assert head_states is None
         rows = inputs.pop("rows").tolist()

@@ -72,7 +72,7 @@ class NativeHeadReader(NativeReader, HeadReader[Array, NativeWeight, np.dtype[An
         self._shared: NativeWeights = target.weights
 
     def embedding(self) -> Array:
-        """Return the embedding, `[vocab, hidden]`: the target's array if the head's numbers are the same."""
+        """Return the embedding, `[vocab, hidden]`: the target's array if the file has none or the same numbers."""
         shared = self._shared.embedding
         if EMBEDDING not in self.checkpoint:
             return shared

@@ -33,7 +33,7 @@ class RowState:
     group_tables: _Ints  # [(G-1) * (R+1), max_blocks], of the other KV groups
     stop_ids: _Ints  # [R+1, MAX_STOP_IDS], -1 is padding
     params: NDArray[np.float32]  # [R+1, len(PARAM_COLUMNS)], sampling parameters
-    hidden_states: NDArray[np.float32] | None  # [R+1, max_draft_lag * size of a position's states], for an EAGLE-3 head
+    hidden_states: NDArray[np.float32] | None  # [R+1, max_draft_lag * size of a position's states], for a head
     hidden_start: _Ints | None  # [R+1], the position of the first hidden state that is kept
 
     @classmethod

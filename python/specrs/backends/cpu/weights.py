@@ -270,7 +270,8 @@ class _QuantizedLoader(_NativeLoader):
         return [name for name in super().matrices() if not self.checkpoint.is_quantized(name)]
 
     def matrix(self, name: str) -> Array:
-        """Return the matrix `name`: packed if it is an embedding or LM head that can be packed, else dequantized."""
+        """Return the matrix `name`: packed if it is a quantized embedding or LM head that can be packed, else as
+        numbers."""
         if not self.checkpoint.is_quantized(name):
             found = super().matrix(name)
             # A pass reads few rows of the layers' embeddings, which are large.
@@ -290,7 +291,7 @@ class _QuantizedLoader(_NativeLoader):
 
     def _in_one_order(self, names: list[str], packed: list[PackedMatrix | None]) -> list[PackedMatrix | None]:
         """Return the packed matrices of the projections `names`, which share an input. Matrices whose inputs have
-        another order than those of the first are left out, because activations are rounded in one order for all."""
+        another order than those of the first become None, because activations are rounded in one order for all."""
         first = next((i for i, part in enumerate(packed) if part is not None), 0)
         kept: list[PackedMatrix | None] = []
         for name, part in zip(names, packed, strict=True):

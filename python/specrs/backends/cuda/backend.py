@@ -115,7 +115,7 @@ class CudaBackend:
         return BATCHED_TOKENS_OF_LARGE_GPUS if total >= LARGE_GPU_BYTES else BATCHED_TOKENS
 
     def merged_prefill(self, blueprint: Blueprint) -> MergedPrefill:
-        """Return the room for prompt tokens in captured iterations. None without graphs."""
+        """Return the room for prompt tokens in captured iterations. Without graphs there is none."""
         import torch
 
         if blueprint.config.enforce_eager or torch.device(blueprint.device).type != KIND:  # kernels are interpreted

@@ -101,7 +101,7 @@ class Adjusted:
     rows: Tensor
     """[M] int64, flat rows whose logits were changed."""
     raw_top: Tensor
-    """[M] fp32, largest logit of each of these rows before."""
+    """[M] fp32, largest logit of each row in `rows` before masks, biases and penalties."""
     min_len: Tensor | None
     """[R + 1] int64, positions from which stop ids count. None: those of row state."""
 

@@ -34,9 +34,9 @@ def load(source: ModelSource, device: str, ranks: Ranks | None) -> TorchDecoder:
     """Load a model onto `device`, or this rank's part of it. The runner makes a `CudaDecoder` of it.
 
     Quantized weights stay quantized if the kernels read their layout. A draft with `quantization="fp8"` rounds rows to
-    FP8 in passes of more than 64 rows. Raises CheckpointError for tensors that are
-    missing or misshapen, UnsupportedModelError for what is not implemented, and UnsupportedConfigError for
-    `cuda_fp8_rows` with a target that has no FP8 weights.
+    FP8 in passes of more than 64 rows, unless its dtype is float16. Raises CheckpointError for tensors that are missing
+    or misshapen, UnsupportedModelError for what is not implemented, and UnsupportedConfigError for `cuda_fp8_rows` with
+    a target that has no FP8 weights.
     """
     config, types = source.config, source.types(CUDA_DTYPES)
     config.check_device(CUDA_DTYPES.kind, str(types.dtype))

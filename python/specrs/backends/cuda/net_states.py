@@ -60,15 +60,15 @@ class NetStates:
     """[L, R, kernel - 1 + K, conv_dim] in the model's dtype: inputs of the convolution, of the base's last positions
     and of logged drafts."""
     bases: Tensor
-    """[L, R, value_heads, key_dim, value_dim] fp32."""
+    """[L, R, value_heads, key_dim, value_dim] fp32, states after the first `lengths` positions."""
     deltas: Tensor
     """[L, R, K, value_heads * value_dim] fp32, logged updates."""
     decays: Tensor
     """[L, R, K, value_heads, slices] fp32, logged decays."""
     lengths: Tensor
-    """[R + 1] int64; the last element is the padding row's."""
+    """[R + 1] int64, number of positions in the base of each state row; the last element is the padding row's."""
     drafts: Tensor
-    """[R + 1] int64."""
+    """[R + 1] int64, number of drafts in the log of each state row."""
     kept_inputs: Tensor
     """[L, N, kernel - 1, conv_dim] in the model's dtype, in N slots of snapshots: the part of `inputs` that belongs to
     committed tokens."""
@@ -146,7 +146,8 @@ class NetStates:
         return self.inputs, self.bases, self.deltas, self.decays, self.kept_inputs, self.kept_bases
 
     def begin_step(self, host: Mapping[str, Tensor], device: Mapping[str, Tensor], header: Header) -> None:
-        """Give admitted rows the states that they begin with, and read which snapshots the step may write.
+        """Restore the snapshots that admitted rows begin with, and read which snapshots the step may write. Does
+        nothing without room for snapshots.
 
         `host` and `device` are the record's sections in host memory and on the states' device. Nothing is read back.
         """

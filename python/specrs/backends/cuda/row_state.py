@@ -19,7 +19,7 @@ class RowState:
     """
 
     num_tokens: Tensor  # [R+1] int64, n, number of committed tokens
-    draft_len: Tensor  # [R+1] int64, draft KV valid on [0, draft_len)
+    draft_len: Tensor  # [R+1] int64, draft KV valid on [0, draft_len), or on [draft_start, draft_len) for a head
     limit: Tensor  # [R+1] int64, the largest n the row may reach
     min_len: Tensor  # [R+1] int64, stop ids count only for tokens at positions >= min_len
     active: Tensor  # [R+1] bool
@@ -55,7 +55,7 @@ class RowState:
 
     @property
     def group_tables(self) -> Tensor:
-        """[G-1, R+1, max_blocks] int64, block tables of the other KV groups; a view."""
+        """[G-1, R+1, max_blocks] int64, block tables of the KV groups after the first; a view."""
         return self.tables[1:]
 
     @property

@@ -66,7 +66,7 @@ class Decoding:
     on_host: list[bool]
     """For each sequence, True if the record has its drafts."""
     depth: int
-    """Number of passes that make the drafts of the other sequences."""
+    """Maximum number of drafts of a sequence for which `on_host` is False; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class CudaRunner:
         plain: Work | None = None,
     ) -> None:
         """Make a runner of `graphs` over `ctx`. `loras` are the LoRA adapters of requests; None: no request has one.
-        `plain` is what steps without adapters run. None: the same as the others."""
+        `plain` has the graphs and passes of steps without LoRA adapters. None: `graphs` serve all steps."""
         self.buckets = buckets
         self.adapted, self.plain = Work(ctx, graphs), plain
         self._use(self.adapted)

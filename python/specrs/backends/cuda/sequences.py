@@ -27,7 +27,8 @@ class FlatRows:
 
 @functools.lru_cache(maxsize=64)
 def flat_rows(planned: tuple[int, ...], device: torch.device | None = None) -> FlatRows:
-    """Return the flat rows of a plan. Cached, because a steady batch repeats its plan step after step."""
+    """Return the flat rows of a plan: the number of drafts of each sequence, descending. Cached, because a steady batch
+    repeats its plan step after step."""
     if device is not None and device.type != "cpu":
         return flat_rows(planned).to(device)
     counts = torch.tensor(planned, dtype=torch.int64) + 1

@@ -16,7 +16,7 @@ from specrs.core import DRAFTER_DEVICE, Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Results of an iteration, views of one ring slot. Index i is the step's sequence i."""
+    """Results of an iteration, views of one results buffer. Index i is the step's sequence i."""
 
     num_emitted: Tensor  # [B] int64
     num_accepted: Tensor  # [B] int64

@@ -204,7 +204,7 @@ class Workspace:
     tile_id: Tensor
     """int32 scratch of the LM head with an argmax: id of each tile's largest logit."""
     logits: Tensor
-    """[0 or 256, vocab] fp32, for an argmax over more than 64 rows."""
+    """[0, or at most 256, vocab] fp32, for an argmax over more than 64 rows."""
     scratch: SamplingScratch
     """Scratch of an argmax over `logits`."""
     numbers: Tensor

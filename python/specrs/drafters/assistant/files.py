@@ -29,8 +29,9 @@ def open_assistant(
     """Open the assistant in a folder or hub id for `target`. It drafts only the `size` ids that `draft_ids` chooses by
     the file `counts`; all ids if `size` is None.
 
-    Raises InvalidConfigError if the target is no Gemma 4, and for a wrong `size` or `counts`; UnsupportedModelError for
-    what is not implemented; CheckpointError if the assistant is not one of this target.
+    Raises InvalidConfigError if the target is no Gemma 4, for an assistant in a GGUF file, and for a wrong `size` or
+    `counts`; UnsupportedModelError for what is not implemented; CheckpointError if the assistant is not one of this
+    target.
     """
     if target.config.architecture != TARGET:
         reason = (

@@ -82,8 +82,8 @@ def load(loading: Loading) -> LoadedDraftModel:
 
 
 def _with_draft_ids(model: Model, loading: Loading) -> Model:
-    """Return the draft model with logits of those ids only that the options choose. Raises `UnsupportedConfigError` for
-    a model that runs through transformers' modules."""
+    """Return the draft model with logits of those ids only that the options choose; `model` itself if they choose none.
+    Raises `UnsupportedConfigError` if they choose ids for a model that runs through transformers' modules."""
     size, counts = loading.options.draft_vocab_size, loading.options.draft_vocab_counts
     if size is None:
         return model

@@ -98,8 +98,8 @@ class HeadReader(LayerReader[T, W], Generic[T, W, D]):
         )
 
     def check(self) -> list[str]:
-        """Check names and shapes of the tensors. Return the names of the norms that are applied to hidden states before
-        `fc`."""
+        """Check names and shapes of the tensors. Return the names of the norms that are applied before `fc` to each of
+        the target's hidden states; [] if there are none. Raises CheckpointError."""
         config, c, target = self.config, self.config.layer, self.target
         required = tensor_shapes(config)
         fc_norms: list[str] = []

@@ -27,7 +27,7 @@ def load_torch_head(
     its dtype.
 
     With `ranks`, return this rank's part of the head. `cache_dtype` is the dtype of K and V in its cache; None: the
-    target's. Raises CheckpointError for tensors that are missing, unknown or misshapen.
+    head's dtype. Raises CheckpointError for tensors that are missing, unknown or misshapen.
     """
     if ranks is not None:
         field = "speculative_config.draft_tensor_parallel_size"

@@ -23,8 +23,8 @@ from specrs.models.torch_weights import TorchWeights
 def load_torch_mtp(files: MtpFiles, target: TorchDecoder, cache_dtype: np.dtype[Any] | None) -> MtpHead:
     """Return the head of `files` for `target`, on the target's device and in its dtype.
 
-    `cache_dtype` is the dtype of K and V in its cache; None: the target's. Raises CheckpointError for tensors that are
-    missing, unknown or misshapen.
+    `cache_dtype` is the dtype of K and V in its cache; None: the head's dtype. Raises CheckpointError for tensors that
+    are missing, unknown or misshapen.
     """
     made = TorchMtpReader(files, target).load(None if cache_dtype is None else TORCH_DTYPES[cache_dtype])
     decoder = {field.name: getattr(made.decoder, field.name) for field in fields(made.decoder)}
@@ -40,7 +40,8 @@ class TorchMtpReader(TorchReader, MtpReader[Tensor, Weight, torch.dtype]):
         self.files, self.target = files, target
 
     def lm_head(self, shared: Weight, ids: Array, *, first: bool) -> Weight:
-        """Return the rows `ids` of the target's LM head `shared`; a view of it if they are the first ones."""
+        """Return the rows `ids` of the target's LM head `shared`; a view of it if they are its first ones and it is not
+        quantized."""
         if len(ids) == shared.shape[0]:
             return shared
         rows = shared.weight if isinstance(shared, DenseWeight) else shared.dequantized()

@@ -29,10 +29,11 @@ from specrs.models.wrappers import is_of_mtp_head, log_mtp_head
 
 
 def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
-    """The file that `source` names: its path, a folder whose weights are one GGUF file, or `owner/name:TYPE`, whose one
-    file of that type is downloaded. Of a model in several files, the first; all are downloaded.
+    """Return the GGUF file that `source` names: a file, a folder whose weights are one GGUF file, or `owner/name:TYPE`,
+    whose one file of that type is downloaded. For a model in several files, return the first; all are downloaded.
 
-    None for what is no GGUF file. Raises CheckpointError if there is none, or several.
+    None for other sources. Raises CheckpointError if a repository has no file of the type, if there are several, or for
+    a `revision` of a file.
     """
     path, text = Path(source), str(source)
     if path.is_dir():
@@ -55,7 +56,8 @@ def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
 
 
 def _only_file(folder: Path, revision: str | None) -> Path | None:
-    """The GGUF file of a folder without safetensors; None if there is none, or a `revision`, which no folder has.
+    """Return the GGUF file of a folder. None if it has none, if it has safetensors, or with a `revision`, which no
+    folder has.
 
     Raises CheckpointError that names the files if there are several.
     """
@@ -102,7 +104,8 @@ def _hub_file(repository: str, revision: str | None, ending: str, text: str) -> 
 
 
 def gguf_config(path: Path) -> ModelConfig:
-    """The configuration in the file. Raises CheckpointError, or UnsupportedModelError for what is not implemented."""
+    """Return the configuration in the file. Raises CheckpointError, or UnsupportedModelError for what is not
+    implemented."""
     try:
         config = parse_config(raw_config(open_gguf(path)))
     except CheckpointError as fault:
@@ -119,7 +122,7 @@ class GGUFCheckpoint(QuantizedTensors):
 
     def __init__(self, path: Path, *, mtp_head: bool = False) -> None:
         """Read the header. With `mtp_head`, the tensors are those of the file's MTP head, else those of the model
-        without it. Raises as `open_gguf` and `gguf_config`."""
+        without it. Raises what `open_gguf` and `gguf_config` raise."""
         self.folder = path
         self.file: GGUFFile = open_gguf(path)
         found = places(self.file, architecture_of(self.file), gguf_config(path))
@@ -137,7 +140,7 @@ class GGUFCheckpoint(QuantizedTensors):
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
         """Check that exactly the `required` tensors, and perhaps `optional` ones, are there in their shapes.
 
-        Raises CheckpointError that names the tensors, UnsupportedModelError for a type that has no numbers.
+        Raises CheckpointError that names the tensors, UnsupportedModelError for a type that nothing here dequantizes.
         """
         shapes = {name: place.shape for name, place in self._places.items()}
         check_tensors(self.folder, shapes, required, optional)
@@ -153,14 +156,14 @@ class GGUFCheckpoint(QuantizedTensors):
                 raise UnsupportedModelError(reason) from None
 
     def is_quantized(self, name: str) -> bool:
-        """Return whether the file has blocks of `name`, not numbers."""
+        """Return whether the file stores `name` in quantized blocks."""
         return self._info(name).kind not in PLAIN
 
     def mapped(self, name: str) -> Array:
-        """Return one tensor with its rows in the checkpoint's order.
+        """Return one tensor, with its rows in the order of transformers' checkpoints.
 
-        It has the file's type where that is numbers, else it is float32, made each time. Raises as `GGUFFile.numbers`,
-        and CheckpointError for numbers that the checkpoint's cannot be computed of.
+        Numbers keep the file's dtype; quantized blocks are dequantized to float32 by each call. Raises what
+        `GGUFFile.numbers` raises, and CheckpointError if numbers that are computed from the file's are not finite.
         """
         place, info = self._places[name], self._info(name)
         numbers = self.file.numbers(place.name, self._rows(name))
@@ -178,7 +181,7 @@ class GGUFCheckpoint(QuantizedTensors):
     def packed(self, name: str) -> PackedMatrix | None:
         """Return the matrix `name` packed for a CPU; None for types that have no packed layout.
 
-        The file's pages are given back. Raises CheckpointError for a scale that is not finite.
+        Releases the file's pages from memory. Raises CheckpointError for a scale that is not finite.
         """
         kind, tensor, rows = self._info(name).kind, self._places[name].name, self._rows(name)
         if kind not in PackedMatrix.KINDS:
@@ -195,7 +198,8 @@ class GGUFCheckpoint(QuantizedTensors):
         return made
 
     def quantized_bits(self, name: str) -> int | None:
-        """Return the bits of a weight that a GPU's kernels read as codes, at most; None where it becomes numbers."""
+        """Return the bits per weight, at most, that GPU kernels read of the matrix `name`. None if they read the
+        dequantized matrix."""
         kinds, group = CODINGS.get(self._info(name).kind, ((), 32))
         return bits_of(kinds, group, self._places[name].shape[1])
 

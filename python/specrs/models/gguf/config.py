@@ -22,7 +22,7 @@ _GEMMA3_27B_LAYERS = 62
 
 
 def raw_config(file: GGUFFile) -> dict[str, Any]:
-    """Return the config.json of the same model, for `models.config.parse_config`.
+    """Return the fields that the config.json of the model in `file` has, for `models.config.parse_config`.
 
     Raises CheckpointError for a field that is missing or is no size, UnsupportedModelError for a value that is not
     implemented.
@@ -168,8 +168,8 @@ def _varied(values: Fields, raw: dict[str, Any], full_dim: int) -> dict[str, Any
 
 
 def _experts(values: Fields, fields: ExpertFields | None) -> dict[str, Any]:
-    """Return the number of experts, their size, and the number that each row uses; nothing without experts. Where no
-    layer has an MLP, that has the size of an expert."""
+    """Return the number of experts, their size, and the number that each row uses; nothing without experts. If no layer
+    has an MLP, `intermediate_size` is the size of an expert."""
     if fields is None or (fields.enabled is not None and values.get("expert_count", 0) == 0):
         return {}
     raw: dict[str, Any] = {
@@ -213,8 +213,8 @@ def _windows(values: Fields, architecture: Architecture, layers: int) -> dict[st
 
 
 def _dtype(kinds: Set[str]) -> str:
-    """Return the dtype that a model whose tensors are of these types has by default, where that is the checkpoint's.
-    Blocks have numbers beyond the range of float16."""
+    """Return the checkpoint's dtype for tensors of the types `kinds`. It is bfloat16 for quantized tensors, whose
+    blocks have numbers beyond the range of float16."""
     if "BF16" in kinds or kinds - PLAIN.keys():
         return "bfloat16"
     return "float16" if "F16" in kinds else "float32"

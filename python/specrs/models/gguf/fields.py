@@ -66,7 +66,8 @@ class Fields:
         return self.file.metadata.get(f"{self.prefix}.{field}", default)
 
     def get(self, field: str, default: Any = None) -> Any:
-        """Return the value; for a list, whose elements must be equal, its first element."""
+        """Return the value; for a list its first element; `default` if the field is missing. Raises
+        UnsupportedModelError if the elements of a list differ."""
         value = self.raw(field, default)
         if isinstance(value, list):
             if not value or any(other != value[0] for other in value):
@@ -75,7 +76,8 @@ class Fields:
         return value
 
     def size(self, field: str, default: int | None = None) -> int:
-        """Return an integer of at least 1. Raises CheckpointError for another value."""
+        """Return an integer of at least 1; `default` if the field is missing. Raises CheckpointError for another value,
+        and for a missing field without a default."""
         name = f"{self.prefix}.{field}"
         return size({name: self._required(field) if default is None else self.get(field, default)}, name)
 
@@ -90,10 +92,10 @@ class Fields:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
-        """Return a finite number above 0. It is the shortest decimal that the stored float32 stands for, which
-        config.json would have.
+        """Return a finite number above 0; `default` if the field is missing. It is the shortest decimal that the stored
+        float32 stands for, which config.json would have.
 
-        Raises CheckpointError for another value.
+        Raises CheckpointError for another value, and for a missing field without a default.
         """
         name = f"{self.prefix}.{field}"
         value = number({name: self._required(field) if default is None else self.get(field, default)}, name)

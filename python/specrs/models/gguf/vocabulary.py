@@ -55,7 +55,8 @@ class Vocabulary:
         return frozenset(i for i, kind in enumerate(self.kinds) if kind == UNUSED)
 
     def special(self, role: str) -> str | None:
-        """Return the token that the file names for a role (`bos`, `eos`, `unknown`, `padding`); None if it names none.
+        """Return the token that the file names for a role (`bos`, `eos`, `unknown`, `padding`), else the tokenizer's
+        default as `special_id` has it; None if there is none.
 
         Raises CheckpointError for an id that no token has.
         """

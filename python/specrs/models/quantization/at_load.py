@@ -37,8 +37,9 @@ SUPER_BLOCK = 256
 """Number of inputs in a block of Q4_K. Matrices whose number of inputs is not a multiple of it become Q8_0."""
 _RANGES = {kind: (codes * 2.0**-20, codes * 65504.0) for kind, codes in (("Q8_0", 127), ("Q4_0", 8))}
 _RANGES["Q4_K"] = 480 * 2.0**-24, 63 * 65504.0
-"""Sizes that the largest weight of a matrix may have, by block type: fp16 holds its scale within a thirtieth, or with
-Q4_K a 63rd of the scale so that one of the integers from 32 to 63 makes it."""
+"""Smallest and largest value allowed for the largest weight of a matrix, by block type. Above, fp16 overflows. Below,
+fp16 holds the scale less exactly than to a thirtieth. The scale of Q4_K is an fp16 number times an integer from 32 to
+63."""
 
 
 class QuantizedAtLoad(QuantizedTensors):
@@ -202,7 +203,8 @@ def quantized_at_load(tensors: Any, quantization: str) -> QuantizedAtLoad:
 
 
 def int4_group(size: int) -> int:
-    """Return the number of inputs per INT4 group for a matrix with `size` inputs."""
+    """Return the number of inputs per INT4 group for a matrix with `size` inputs: the first of `INT4_GROUPS` that
+    divides it, else the last."""
     return next((group for group in INT4_GROUPS if size % group == 0), INT4_GROUPS[-1])
 
 

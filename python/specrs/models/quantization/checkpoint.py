@@ -86,7 +86,7 @@ class QuantizedCheckpoint(QuantizedTensors):
         return form.packed(self._layer(name, shape))
 
     def raw(self, name: str) -> Raw | None:
-        """Return the codes and scales of a quantized matrix. None if neither `Grouped` nor `Scaled8` can hold them."""
+        """Return the codes and scales of a quantized matrix. None if no class of `Raw` can hold them."""
         form, shape = self._layers[name]
         return form.raw(self._layer(name, shape))
 

@@ -77,7 +77,7 @@ class AskedPlan:
     verify: AskedRows
     """Constraints of the rows of verification."""
     draft: AskedRows
-    """A row for each sequence, as a draft pass has them."""
+    """Constraints of the rows of a draft pass, one for each of the A sequences."""
     penalised: bool
     """True if some sequence has a penalty."""
     reads_tokens: bool

@@ -33,7 +33,7 @@ class StepGrammar:
         masks: NDArray[np.int32],
         ranks: Ranks | None = None,
     ) -> None:
-        """Write the first masks. `masks` `[B, K+1, words(V)]` is mutated, here and by `masks`.
+        """Write the first masks. `masks` `[B, K+1, words(V)]` is mutated, now and when the grammars advance.
 
         `matchers` has None for sequences without grammar, for which `has_grammar` is False. Of several `ranks`, rank 0
         alone has matchers, and sends its masks to the others.
