@@ -65,7 +65,7 @@ WORKLOADS = ("schema", "tools", "edits")
 
 
 def requests(workload: str, count: int) -> list[tuple[list[dict[str, str]], SamplingParams]]:
-    """Return `count` chats of a workload, each with its parameters."""
+    """Return up to `count` chats of a workload, each with its parameters; none for `edits` without SPECRS_DATA."""
     if workload == "edits":
         folder = os.environ.get("SPECRS_DATA")
         if folder is None:

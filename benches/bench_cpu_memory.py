@@ -3,7 +3,7 @@
     python benches/bench_cpu_memory.py [--layers 28] [--dtype bfloat16] [--folder FOLDER]
 
 A checkpoint of random bf16 weights at Qwen3-0.6B's shape (1.19 GB with 28 layers) is written to a temporary folder, and
-served by a process of its own: 64 tokens behind a prompt of 128, greedy. Its peak is what the kernel has counted as
+served by a process of its own: 64 tokens after a prompt of 128, greedy. Its peak is what the kernel has counted as
 resident (VmHWM), mapped pages of the file among it. `import torch` alone takes up to 530 MB of it, by what torch was
 built for, so that is shown apart. Fails above file + KV + torch + 400 MB.
 """
@@ -24,7 +24,8 @@ CONTEXT, BLOCK_SIZE = 1024, 16
 
 
 def write_checkpoint(folder: Path, layers: int) -> int:
-    """Random weights of a standard deviation that keeps hidden states finite; returns the file's bytes."""
+    """Write a checkpoint of random weights, whose standard deviation keeps hidden states finite. Return the file's
+    bytes."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

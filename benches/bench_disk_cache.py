@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 DECODED = 128
-"""Number of tokens that are decoded behind the prompt."""
+"""Number of tokens that are decoded after the prompt."""
 
 
 def measure(model: str, prompt: int, threads: int, folder: str | None) -> dict[str, float]:
-    """Seconds to the first token, and tokens per second behind it, of one request in this process."""
+    """Return the seconds to the first token, and the tokens per second after it, of one request in this process."""
     import numpy as np
     from specrs import LLM, SamplingParams
 

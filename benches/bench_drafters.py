@@ -163,7 +163,7 @@ def measure(contestants: list[Contestant], workload: str, prompts: list[list[int
 
 
 def table(contestants: list[Contestant]) -> tuple[dict[str, Any], str]:
-    """Medians, and as Markdown."""
+    """Return the medians by drafter and workload, and the same as a Markdown table."""
     plain = contestants[0]
     found: dict[str, Any] = {}
     lines = ["| drafter | " + " | ".join(WORKLOADS) + " |", "| --- |" + " --- |" * len(WORKLOADS)]

@@ -155,7 +155,7 @@ class Bench:
 
     @property
     def weights(self) -> Weights:
-        """Random weights of target and draft model, made once."""
+        """Return the random weights of target and draft model, made once."""
         if self._weights is None:
             self._weights = Weights(self.load(self.target), LoadedDraftModel(self.load(self.draft)))
         return self._weights
@@ -175,7 +175,7 @@ class Bench:
         return products.measure(["qwen3-32b", "qwen3-1.7b"] if ON_GPU else ["tiny"], self.device)
 
     def attention(self) -> dict[str, Any]:
-        """Verification attention over long contexts."""
+        """Measure verification attention over long contexts."""
         return attention.measure(self.device, [2048, 32768, 131072] if ON_GPU else [32])
 
     def prefill(self) -> dict[str, Any]:
@@ -238,7 +238,8 @@ class Bench:
         return found
 
     def steady(self) -> dict[str, Any]:
-        """Tokens per second by K and concurrency in a closed loop, 150 tokens in and 200 out, with default settings.
+        """Measure tokens per second by K and concurrency in a closed loop, 150 tokens in and 200 out, with default
+        settings.
 
         Adds to what the file has, so that several commands can share the values of K.
         """
@@ -261,7 +262,7 @@ class Bench:
         return self._script("server.py", str(self.out))
 
     def transformers(self) -> dict[str, Any]:
-        """Assisted generation of transformers."""
+        """Measure transformers' assisted generation."""
         k, context, tokens = (5, 1024, 40) if ON_GPU else (2, 6, 8)
         arguments = map(str, (k, context, tokens))
         found = self._script("transformers_assisted.py", self.target, self.draft, *arguments)

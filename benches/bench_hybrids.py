@@ -145,7 +145,7 @@ def measure_pass(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_state(args: argparse.Namespace) -> dict[str, Any]:
-    """Time per pass: one row, and 4 rows of which most are accepted."""
+    """Measure the time per pass: one row, and 4 rows of which most are accepted."""
     fields = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 2048}
     folder = make_hybrid(args.folder / "states-of-0.8b", **fields)
     found: dict[str, Any] = {}
@@ -165,8 +165,8 @@ def measure_state(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_prefix(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the time to the first token of a prompt of 4,000 tokens, with and without a prefix hit, and of passes
-    that write a snapshot."""
+    """Measure the time to the first token of a prompt of 4,000 tokens, with and without a prefix hit, and the tokens
+    computed on a hit, without drafts and with the MTP head."""
     folder, found = make_hybrid(args.folder / "hybrid-0.8b"), {}
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
     heads: dict[str, Any] = {"K=0": None, "mtp": {"method": "mtp", "num_speculative_tokens": 2}}
@@ -190,7 +190,8 @@ def measure_prefix(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_snapshot(args: argparse.Namespace) -> dict[str, Any]:
-    """First tokens of prompts of 1,024 tokens, with snapshots for the prefix cache and without."""
+    """Measure the time to the first token of prompts of 1,024 tokens, with snapshots for the prefix cache and
+    without."""
     folder = make_hybrid(args.folder / "hybrid-0.8b")
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     engines = {

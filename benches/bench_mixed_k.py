@@ -125,7 +125,7 @@ def measured() -> CostModel:
 def tokens_per_ms(
     costs: CostModel, batch: int, mix: tuple[float, float], choose: Choose, learn: SpeculationPlanner | None
 ) -> float:
-    """Run all requests, `batch` at a time."""
+    """Return the tokens per millisecond of all requests, run `batch` at a time."""
     most, steps, random = costs.ks[-1], StepCosts(costs), np.random.default_rng(batch)
     kinds = np.arange(batch * REQUESTS) % 2  # easy and hard ones in turn
     chances = np.array(mix)[kinds]
@@ -152,7 +152,7 @@ def tokens_per_ms(
 
 
 def contestants(costs: CostModel, batch: int, mix: tuple[float, float]) -> dict[str, float]:
-    """Tokens per millisecond of every contestant."""
+    """Return the tokens per millisecond of every contestant."""
     most, steps = costs.ks[-1], StepCosts(costs)
     lags = np.zeros(batch, dtype=np.int64)
 

@@ -40,12 +40,14 @@ STOPS = ("\n\nQuestion:", "</answer>", "aZ", "theend.")
 
 
 def prompt(request_id: int) -> list[int]:
-    """Differs from all others from the first token on, so that the prefix cache is looked up and misses."""
+    """Return a prompt that differs from all others from the first token on, so that the prefix cache is looked up and
+    misses."""
     return [(request_id * 7919 + i) % 150_000 for i in range(PROMPT)]
 
 
 def limit(request_id: int) -> int:
-    """Tokens that a request may reach; limits differ, or all would end in the same step."""
+    """Return the number of tokens that a request may reach. Limits differ, or all requests would end in the same
+    step."""
     return PROMPT + OUTPUT // 2 + request_id * 389 % (OUTPUT // 2)
 
 
@@ -126,7 +128,7 @@ class Device:
         self._rng = np.random.default_rng(1)
 
     def use_extras(self, lookup: object) -> None:
-        """Has no use for any."""
+        """Do nothing: no request here has extras."""
 
     def execute(self, slot: RingSlot, header: Header) -> None:
         start = time.perf_counter()

@@ -65,7 +65,7 @@ def server(num_speculative_tokens: int) -> Iterator[int]:
 
 
 async def stream(port: int, prompt: str, max_tokens: int) -> tuple[int, int]:
-    """Complete `prompt`; completion tokens and chunks."""
+    """Complete `prompt`. Return the numbers of completion tokens and of chunks."""
     body = json.dumps(
         {
             "prompt": prompt,
@@ -90,14 +90,14 @@ async def stream(port: int, prompt: str, max_tokens: int) -> tuple[int, int]:
 
 
 def cpu_seconds(port: int) -> float:
-    """Processor time of the server so far."""
+    """Return the processor time of the server so far."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("process_cpu_seconds_total"))
 
 
 async def round_over_http(port: int, prompts: list[str], max_tokens: int) -> tuple[float, int]:
-    """Tokens per second, chunks."""
+    """Complete all prompts at once. Return the tokens per second and the number of chunks."""
     start = time.perf_counter()
     done = await asyncio.gather(*(stream(port, prompt, max_tokens) for prompt in prompts))
     seconds = time.perf_counter() - start
@@ -105,7 +105,7 @@ async def round_over_http(port: int, prompts: list[str], max_tokens: int) -> tup
 
 
 def round_in_process(llm: LLM, prompts: list[str], max_tokens: int) -> float:
-    """Tokens per second."""
+    """Return the tokens per second of `LLM.generate` on all prompts."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -22,7 +22,7 @@ class Block:
 
 
 class BlockManager:
-    """Free blocks first, then the least recently freed cached one."""
+    """Pool that allocates free blocks first, then the least recently freed cached one."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free: deque[Block] = deque(Block(i) for i in range(num_blocks))
@@ -31,7 +31,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give."""
+        """Return the number of blocks that `allocate` can give."""
         return len(self.free) + len(self.cached)
 
     def allocate(self) -> Block:
@@ -47,7 +47,7 @@ class BlockManager:
         return block
 
     def find(self, block_hash: int) -> Block | None:
-        """Return the block with this content, shared."""
+        """Return the block with this content, with one more holder; None if there is none."""
         block = self.by_hash.get(block_hash)
         if block is not None:
             if block.ref_count == 0:
@@ -62,7 +62,7 @@ class BlockManager:
             block.hash = block_hash
 
     def release(self, block: Block) -> None:
-        """Take a holder away."""
+        """Remove one holder. A registered block without holders stays cached, any other becomes free."""
         block.ref_count -= 1
         if block.ref_count == 0:
             if block.hash is None:
@@ -146,7 +146,7 @@ class PythonScheduler:
         return sequences
 
     def settle(self, sequences: list[StepSequence], emitted: list[list[int]]) -> list[Request]:
-        """Take the tokens of each sequence; the requests that ended."""
+        """Add the tokens of each sequence to its request. Return the requests that ended."""
         ended = []
         for sequence, tokens in zip(sequences, emitted, strict=True):
             request = sequence.request

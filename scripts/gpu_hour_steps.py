@@ -207,7 +207,7 @@ def archive() -> None:
 
 
 def main() -> int:
-    """Run; the exit code is 1 where a step failed."""
+    """Run, and return the exit code: 1 if a step failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?")
     parser.add_argument("--step")

@@ -143,7 +143,8 @@ def shared_results(ir: TTGIR) -> list[str]:
 
 
 def pipelines(ir: TTGIR) -> list[str]:
-    """Loops with a product whose operands do not arrive while the one before them is multiplied."""
+    """Return a fault for each loop with a product whose operands do not arrive while the ones before them are
+    multiplied."""
     found = []
     for lines in _loops(ir.lines):
         body = "\n".join(lines)
@@ -227,7 +228,7 @@ def _around_count(ops: Sequence[str], at: int) -> list[str]:
 
 
 def occupancy(programs: int, num_sms: int, threads: int, registers: int, shared: int) -> list[str]:
-    """Return whether programs that must run at once fit at once: up to four on each multiprocessor.
+    """Return a fault if programs that must run at once, up to four on each multiprocessor, do not fit at once.
 
     A grid of more than four programs on each is taken to run in turns.
     """

@@ -149,7 +149,8 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Row i of pass j attends what a draft at depth j finds: rows 0..i-j of the first pass, row i - j + s of pass s."""
+    """Attend from the rows of the newest pass j. Row i attends what a draft at depth j finds: rows 0..i-j of the first
+    pass, row i - j + s of pass s."""
     j, scale = len(keys) - 1, q.shape[-1] ** -0.5
     n = q.shape[2]
     behind = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1 - j)
@@ -166,7 +167,7 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def load_target(source: Path, device: torch.device) -> Any:
-    """transformers' module in fp32, also of a GGUF file, whose weights transformers would leave packed."""
+    """Load transformers' module in fp32, also of a GGUF file, whose weights transformers would leave packed."""
     if source.suffix != ".gguf":
         return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().to(device)
     from specrs.arrays import FLOAT32
@@ -217,7 +218,8 @@ class States:
         """Ids and 1; 0: not read yet"""
 
     def read(self, at: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
-        """Hidden states and ids of the first `length` tokens of sequences `at`, if all of these were written."""
+        """Return hidden states and ids of the first `length` tokens of sequences `at`; None if not all of these were
+        written."""
         if self.hidden is None or not bool((self.chosen[at, 0] > 0).all()):
             return None
         return self.hidden[at, :length], (self.chosen[at, :length] - 1).long()

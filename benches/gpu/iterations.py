@@ -54,11 +54,11 @@ class Alone:
         self.temperature(0.0)
 
     def temperature(self, temperature: float, top_p: float = 1.0) -> None:
-        """Set the sampling of the one request."""
+        """Set the sampling of the first request."""
         self.sampling.params.write(0, RequestSampling(temperature=temperature, top_p=top_p))
 
     def reset(self, k: int) -> Callable[[], None]:
-        """Sets state and record to the start of an iteration with `k` drafts."""
+        """Return a function that sets state and record to the start of an iteration with `k` drafts."""
 
         def run() -> None:
             state, views, batch = self.ctx.state, self.ctx.record.views, self.batch

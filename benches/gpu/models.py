@@ -53,7 +53,8 @@ def write_config(name: str, folder: Path, num_layers: int | None = None) -> Path
 
 
 def weight_bytes(name: str) -> int:
-    """bf16 bytes that a pass reads: all weights but an untied input embedding."""
+    """Return the bf16 bytes that a pass reads: all weights but an untied input embedding. Not for shapes in
+    `EXPERTS`."""
     layers, hidden, heads, kv_heads, head_dim, intermediate, _ = SHAPES[name]
     attention = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden
     return 2 * (layers * (attention + 3 * hidden * intermediate + 2 * hidden) + VOCAB.get(name, 151_936) * hidden)

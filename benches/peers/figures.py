@@ -62,7 +62,7 @@ class Measured:
         return sorted(run[key] for run in self.runs if key in run)
 
     def median(self, key: str) -> float | None:
-        """None without runs."""
+        """Return the median of the figure `key`; None if no run has it."""
         values = self.values(key)
         return statistics.median(values) if values else None
 
@@ -85,7 +85,7 @@ def best_peer(lines: Sequence[Measured], dtype: str, k: int | str | None = None,
 
 
 def ratio(one: float | None, other: float | None) -> float | None:
-    """None where either is missing."""
+    """Return `one / other`; None if either is missing."""
     return None if one is None or other is None else one / other
 
 

@@ -44,12 +44,12 @@ class Results:
         sampled: bool = False,
         cpu_prefill: str = "exact",
     ) -> float | None:
-        """specrs's median."""
+        """Return specrs's median of the figure `key`; None if the case has no runs."""
         each = find(self.lines, Line("specrs", k, self.dtype, fp32_weights, sampled, cpu_prefill))
         return None if each is None else each.median(key)
 
     def best_k(self) -> float | None:
-        """specrs's speed at the best of the K that are fixed."""
+        """Return specrs's speed at its best fixed K; None if none ran."""
         speeds = [speed for k in (1, 2, 3, 5) if (speed := self.specrs(k)) is not None]
         return max(speeds, default=None)
 
@@ -85,7 +85,7 @@ def pair1(of: Results) -> Iterator[Goal]:
 
 
 def pair8(of: Results) -> Iterator[Goal]:
-    """Eight requests, two threads."""
+    """Yield the goals of eight requests on two threads."""
     yield Goal("K = 0, of OpenVINO's", ratio(of.specrs(), of.peer(names=("openvino",))), ">=", 1.8)
     yield Goal("auto, of its own K = 0", ratio(of.specrs("auto"), of.specrs()), ">=", 1)
 
@@ -97,7 +97,7 @@ def smollm2(of: Results) -> Iterator[Goal]:
 
 
 def chats(of: Results) -> Iterator[Goal]:
-    """Drafts from the text."""
+    """Yield the goals of drafts from the text."""
     auto = find(of.lines, Line("specrs", "auto", of.dtype, method="ngram,suffix"))
     speed = None if auto is None else auto.median(SPEED)
     yield Goal("n-grams or suffixes as chosen, of K = 0", ratio(speed, of.specrs()), ">=", 1)
@@ -129,7 +129,7 @@ def files(bars: dict[str, float], first: dict[str, float]) -> Callable[[Results]
 
 
 def chats_files(of: Results) -> Iterator[Goal]:
-    """Best drafts from the text against the best of llama.cpp."""
+    """Yield the goal of the best drafts from the text, against llama.cpp's best."""
     own, peer = (
         max((speed for each in of.lines if each.line.engine == engine and (speed := each.median(SPEED))), default=None)
         for engine in ("specrs", "llama.cpp")

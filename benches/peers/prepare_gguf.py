@@ -33,7 +33,8 @@ def never_generated(model: Path) -> int:
 
 
 def unrecognized(token: str | bytes | bytearray) -> bytes:
-    """llama.cpp knows some ends of text by how they are written: `<|im_end|>` becomes `<!im_end|>`."""
+    """Return a token in a spelling that llama.cpp does not take for an end of text: `<|im_end|>` becomes
+    `<!im_end|>`."""
     text = token.encode() if isinstance(token, str) else bytes(token)
     return text.replace(b"<|", b"<!", 1) if text.startswith(b"<|") else text
 

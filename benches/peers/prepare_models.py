@@ -45,7 +45,7 @@ NOT_OF_THE_FILE = ("quantization_config", "_model_name_or_path", "transformers_v
 
 
 def smollm2(source: Path, out: Path) -> None:
-    """Dequantize the GGUF file in `source`."""
+    """Dequantize the only GGUF file in `source`, and write it to `out` as a bf16 checkpoint."""
     (file,) = source.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file.name, dtype=torch.float32)

@@ -53,7 +53,7 @@ def free_port() -> int:
 
 
 def ask(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    """Status and decoded answer."""
+    """Send a request. Return the status and the decoded JSON answer."""
     with closing(http.client.HTTPConnection(HOST, port, timeout=600)) as connection:
         headers = {"Content-Type": "application/json"}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -77,8 +77,8 @@ def wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 def main(job: Job) -> None:
-    """No text ends early: `peers.prepare_gguf` names a token that is never generated as the end, and files that were
-    not made by it have theirs ignored."""
+    """Measure the job. No text ends early: `peers.prepare_gguf` names a token that is never generated as the end, and
+    files that were not made by it have theirs ignored."""
     port = free_port()
     began = time.perf_counter()
     with subprocess.Popen(command(job, port)) as server:

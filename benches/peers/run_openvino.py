@@ -15,8 +15,8 @@ KV_CACHE_GB = 2
 
 
 def properties(job: Job) -> dict[str, Any]:
-    """Arithmetic and KV cache in the job's dtype: by default the cache is INT8 and activations may be quantized, which
-    is how quantized weights run."""
+    """Return the properties of the device. Arithmetic and KV cache have the job's dtype; with quantized weights they
+    have the defaults: the cache is INT8, and activations may be quantized."""
     common = {
         "INFERENCE_NUM_THREADS": job.threads,
         "NUM_STREAMS": 1,

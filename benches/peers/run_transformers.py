@@ -34,7 +34,7 @@ def load(folder: str, dtype: str) -> Any:
 
 
 def main(job: Job) -> None:
-    """Passes are calls of the target; the first is the prompt's, which verifies drafts already."""
+    """Measure the job. Passes are calls of the target; the first is the prompt's, which verifies drafts already."""
     torch.set_num_threads(job.threads)
     transformers.logging.set_verbosity_error()
     began = time.perf_counter()

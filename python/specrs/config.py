@@ -170,7 +170,8 @@ class EngineConfig(EngineOptions):
         _refuse_beside("cpu_activations", self.cpu_activations, "'auto'", others)
 
     def _choose_method(self) -> None:
-        """Let a target's own MTP head draft if no draft model is named. Mutates `speculative_config`."""
+        """Replace the method `draft_model` by `mtp` if no draft model is named and the target has an MTP head. Replaces
+        `speculative_config`."""
         speculative = self.speculative_config
         if speculative is None or speculative.model is not None or "draft_model" not in speculative.methods:
             return

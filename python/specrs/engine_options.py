@@ -40,7 +40,7 @@ STREAMING_PREFILL_STALL_MS = 75.0
 """Default of `max_prefill_stall_ms` where answers are streamed. If prompts take twice the predicted time and a decode
 step takes 100 ms, streams pause for 250 ms."""
 BATCHED_TOKENS = 2048
-"""Default of `max_num_batched_tokens`."""
+"""Default of `max_num_batched_tokens`, except on large GPUs (`BATCHED_TOKENS_OF_LARGE_GPUS`)."""
 BATCHED_TOKENS_OF_LARGE_GPUS = 8192
 """Default of `max_num_batched_tokens` on a GPU with 80 GB or more. With 256 requests and five drafts each, decoding
 takes 1,536 tokens of a step, and as many as 588 prompt tokens arrive in it."""

@@ -131,7 +131,7 @@ NEAR = 0.75
 def near_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     """Return up to `n` of the `known` names that `name` may have been meant for, nearest first; empty if none is near.
 
-    Case, dashes, underscores and dots do not count. A known name is near if `name` is its first half or more.
+    Case, dashes, underscores and dots do not count. A known name is also near if `name` is its first half or more.
     """
     wanted = _plain(name)
     if not wanted:

@@ -38,7 +38,7 @@ class Prompt:
 
 def is_one_prompt(prompts: object) -> bool:
     """Return True if `prompts` is one prompt rather than a list of them. A list of ids is one prompt; an empty list is
-    none."""
+    none. Raises `InvalidRequestError` for anything but a string, dictionary or sequence."""
     if isinstance(prompts, (str, Mapping)):
         return True
     if not isinstance(prompts, Sequence):

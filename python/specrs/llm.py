@@ -134,8 +134,8 @@ class LLM:
         """Embed one prompt or several, of the forms that `generate` takes. Return one output per prompt, in the order
         of `prompts`.
 
-        An embedding is the final hidden state of the prompt's last token, scaled to length 1. The tokenizer adds the
-        special tokens that an embedding model ends texts with.
+        An embedding is the final hidden state of the prompt's last token, by default scaled to length 1. The tokenizer
+        adds the special tokens that an embedding model ends texts with.
 
         Raises `InvalidRequestError` if a prompt or parameter is wrong, and then embeds none.
         """

@@ -1,8 +1,9 @@
 """Embeddings and scores: what a request with pooling asks of an engine, and how its results are read. Runs nothing.
 
-An embedding is the final hidden state of the text's last token, cut to `dimensions` and scaled to length 1. The score
-of two texts is the cosine of their embeddings if the checkpoint is an embedding model. Any other model is asked whether
-the document answers the query. The score is then the probability of "yes" against "no", as of Qwen3-Reranker.
+An embedding is the final hidden state of the text's last token, cut to `dimensions` and, unless `use_activation` is
+False, scaled to length 1. The score of two texts is the cosine of their embeddings if the checkpoint is an embedding
+model. Any other model is asked whether the document answers the query. The score is then the probability of "yes"
+against "no", as of Qwen3-Reranker.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ class Pooling:
         """Return the prompts for the scores of pairs. A single query goes with every document.
 
         `names` are the fields of queries and documents in errors. May read files and take long, so it must not run on
-        an event loop. Raises `InvalidRequestError` for wrong numbers of texts, texts that are too long, or a tokenizer
-        without tokens for the answers.
+        an event loop. Raises `InvalidRequestError` for wrong numbers of texts, texts that are too long, an
+        `instruction` for an embedding model, or a tokenizer without tokens for the answers.
         """
         if len(queries) not in (1, len(documents)):
             raise InvalidRequestError(
@@ -252,8 +253,8 @@ def check_length(name: str, token_ids: Sequence[int], max_model_len: int) -> Non
 
 
 def embedding_of(hidden: NDArray[np.float32], params: PoolingParams) -> NDArray[np.float32]:
-    """Return the embedding float32 `[dimensions]` of a final hidden state `[hidden]`: cut, then scaled to length 1. A
-    state of zeros stays as it is."""
+    """Return the embedding float32 `[dimensions]` of a final hidden state `[hidden]`: cut to `dimensions`, then scaled
+    to length 1 if `use_activation` is set. A state of zeros stays as it is."""
     kept = hidden[: params.dimensions].astype(np.float64)
     length = math.sqrt(float(kept @ kept))
     if params.use_activation and length > 0:

@@ -19,7 +19,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 def to_host(values: Tensor) -> Tensor:
     """Return a page-locked host tensor, and enqueue a copy of `values` into it on the current stream. Read the tensor
-    only after a later event of that stream."""
+    only after a later event of that stream. A tensor on the CPU is returned as it is."""
     if not values.is_cuda:
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -29,7 +29,7 @@ class Sweep:
 
     def __init__(self, rows: Sequence[SweepRow], k: int | None = None) -> None:
         """Group `rows`. `k` is the K of comparisons; None chooses one for each workload. Raises `InvalidConfigError` if
-        no row has drafts, and if a workload has no vanilla row."""
+        no row has drafts, if a workload has no vanilla row, and if `k` was not measured."""
         self.workloads: dict[tuple[str, str, float, int], list[Series]] = {}
         found = series(rows)
         # drafters of the method that the first figures are about come first
@@ -76,8 +76,9 @@ def _common_k(items: Sequence[Series]) -> int:
 
 
 def draw(sweep: Sweep, numbers: Iterable[int], folder: Path, suffix: str) -> tuple[list[Path], list[str]]:
-    """Write the charts `numbers` into `folder`. Return their paths, and the reasons why others were left out. Raises
-    `InvalidConfigError` if a chart cannot be drawn or written."""
+    """Write the charts `numbers` into `folder`. Return their paths, and a reason for each chart that was left out
+    because no row has its data. Raises `InvalidConfigError` for an unknown number or format, and if a file cannot be
+    written."""
     if suffix not in FORMATS:
         raise invalid_config("--format", suffix, f"must be one of {', '.join(FORMATS)}")
     paths, left_out = [], []

@@ -23,7 +23,7 @@ Prompts = Sequence[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Result of completing `num_requests` requests in `seconds`, from the first to the last token."""
+    """Result of completing `num_requests` requests. `seconds` is the time of the whole call, prompts included."""
 
     num_requests: int
     prompt_tokens: int
@@ -57,8 +57,8 @@ class AcceptancePoint:
 
 
 def throughput(llm: LLM, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = True) -> Throughput:
-    """Complete all prompts at once and measure. Raises `EngineError` if a request was rejected, because the others
-    would be no measurement."""
+    """Complete all prompts at once and measure. Resets the statistics of `llm` first. Raises `EngineError` if a request
+    was rejected, because the others would be no measurement."""
     llm.reset_stats()
     began = time.perf_counter()
     outputs = llm.generate(list(prompts), list(params), use_tqdm=use_tqdm)

@@ -26,7 +26,8 @@ _HEADINGS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Content of the report: latencies, their percentiles, and whether goodput is shown."""
+    """Content of the report: latencies and their percentiles. `goodput`: limits in milliseconds by latency; without
+    any, goodput is not shown."""
 
     percentile_metrics: Sequence[str] = ("ttft", "tpot", "itl")
     percentiles: Sequence[float] = (99.0,)

@@ -54,10 +54,11 @@ class LoadConfig:
 
 @dataclass
 class Run:
-    """Result of a run: a record per sample in order, the nanoseconds from the first to the last request, and the
-    server's counters for that time.
+    """Result of a run: a record per sample in order, the nanoseconds from the start until the last request has ended,
+    and the server's counters for that time.
 
-    `gone` is the reason why the server no longer answered; nothing was sent afterwards.
+    `gone` is the reason why the run ended early: the server no longer answered, or `interrupted`; nothing was sent
+    afterwards.
     """
 
     records: list[RequestRecord] = field(default_factory=list)

@@ -136,8 +136,8 @@ def sweep(
 ) -> list[SweepRow]:
     """Measure every cell that has no row yet. Each row is written to the file as soon as it is measured.
 
-    A run that broke off is kept next to the file, in `*.partial.jsonl`, and `EngineError` is raised, because later
-    cells would break off, too. The next sweep measures the cell again.
+    If a request of a run failed, or the run ended early, its figures are kept next to the file, in `*.partial.jsonl`,
+    and `EngineError` is raised, because later cells would break off, too. The next sweep measures the cell again.
     """
     rows = start(path, plan, restart)
     done, total = 0, plan.num_runs * len(plan.settings) * len(plan.cells)
@@ -172,7 +172,7 @@ def _line(row: SweepRow, done: int, total: int) -> str:
 
 
 def _broken(path: Path, setting: Setting, cell: Cell, run: Run, metrics: ServeMetrics) -> EngineError:
-    """Save the requests of a run that broke off, and return an error that says why it did."""
+    """Append the figures of a run that broke off to `*.partial.jsonl`, and return an error that says why it did."""
     errors = [record.error for record in run.records if record.error is not None]
     partial = path.with_suffix(".partial.jsonl")
     kept = {

@@ -21,8 +21,8 @@ def fit(
     """Return the messages in a form for a template with these traits, and a warning for each part that it leaves out.
     Mutates nothing.
 
-    - Arguments of calls become objects. Text that is no JSON object stays text if the template shows text, else it
-      becomes `{}`.
+    - Arguments of calls become objects, or JSON text if the template shows only text. Text that is no JSON object stays
+      text if the template shows text, else it becomes `{}`.
     - A message without content gets `""`, or what the template needs to show the calls of such a message.
     - `developer` becomes `system` if the template does not know it, and the other way round.
     - Instructions become one, the first message, if `render` does not show all of them in their places.

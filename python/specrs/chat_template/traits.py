@@ -83,7 +83,8 @@ class Traits:
 
     @property
     def takes_instructions(self) -> bool:
-        """True if the template accepts a first message with the role `system` or `developer`."""
+        """True if the template raises no error for a first message with the role `system`, or has a form for
+        `developer`."""
         return self.system != "raises" or self.developer
 
     def knows_role(self, role: str) -> bool:
@@ -104,7 +105,8 @@ class Traits:
 
     @cached_property
     def object_arguments(self) -> bool:
-        """True if arguments of calls are shown as objects. Some templates take them as JSON text alone."""
+        """True if arguments of calls are shown as objects. Some templates take them as JSON text alone. Also True if
+        the template shows neither form."""
         shown = shows(self._call(_OBJECT, self.empty_content), _MARK)
         return shown or not shows(self._call(_TEXT, self.empty_content), _TEXT)
 

@@ -58,7 +58,8 @@ def parser(commands: Collection[str] = COMMANDS.keys()) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. 0: success. 2: the user can fix the problem. 1: the output could not be
-    written, for example because the disk is full. For 1 and 2, one line on stderr gives the reason."""
+    written, for example because the disk is full. 130: ended by Ctrl-C. For 1 and 2, one line on stderr gives the
+    reason."""
     given = spell(sys.argv[1:] if argv is None else argv)
     top = parser([name for name in given[:1] if name in COMMANDS])
     if given[:1] == ["serve"]:

@@ -181,7 +181,7 @@ def drafts_list(text: str) -> list[int]:
 
 
 def sizes(text: str) -> list[int]:
-    """Parse `1,4,16` as numbers of at least 1, and return them in ascending order."""
+    """Parse `1,4,16` as numbers of at least 1. Numbers that do not ascend are an error."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

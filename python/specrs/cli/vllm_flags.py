@@ -22,8 +22,8 @@ class _Refuse(argparse.Action):
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of these tables that `parser` does not have: those with values that are accepted, and those that
-    are always rejected."""
+    """Add every flag of the tables in `specrs.vllm_arguments` that `parser` does not have: those with values that are
+    accepted, and those that are always rejected."""
     taken = {action.dest for action in parser._actions}
     for name, argument in {**ENGINE, **SERVER}.items():
         if name in taken:

@@ -175,7 +175,7 @@ def _measure(
 
 
 def make_parts(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, make_slot: SlotType) -> EngineParts:
-    """Return all parts of an engine, with a new ring of slots."""
+    """Return the parts that every engine has, with a new ring of slots."""
     ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, make_slot)
     return EngineParts(
         blueprint.config, blueprint.weights, blueprint.limits, scheduler, ring, runner, blueprint.drafters

@@ -215,8 +215,8 @@ class Engine:
             raise
 
     def settle_idle(self) -> None:
-        """Settle the steps in flight if no request lives any more, and check that the scheduler's state is consistent.
-        Callers use it when they have nothing else to do.
+        """Settle the steps in flight if no request lives any more, copy due blocks to the prefix cache on disk, and
+        check that the scheduler's state is consistent. Callers use it when they have nothing else to do.
 
         The check runs once until the next step starts, and takes at most a hundredth of the time; it needs about
         0.1 us per block.

@@ -81,7 +81,7 @@ class Intake:
         pooling: bool = False,
     ) -> list[Request]:
         """Return the n completions of prompt `number` as checked requests, with their adapter and without a grammar.
-        With `pooling`, they draw no token: see `Request.pooled`.
+        With `pooling`, they draw no token: see `Request.pooled`. Only the first completion keeps `prompt_logprobs`.
 
         Raises `InvalidRequestError` for values beyond the engine's limits, and for an adapter that may not be used;
         `CheckpointError` if an adapter cannot be read.

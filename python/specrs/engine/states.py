@@ -93,7 +93,8 @@ def _num_snapshots(config: EngineConfig, row: int, memory: int, left: int, reque
     """Return the number of snapshots of `row` bytes each.
 
     By default they take at most half of the `left` bytes, so that KV gets the rest, and a share of `memory`. The number
-    is 0 if not even one fits, and the configuration does not ask for prefix caching.
+    is 0 if not even one fits, and the configuration does not ask for prefix caching. Raises `InvalidConfigError` if it
+    does ask.
     """
     if config.state_cache_memory_bytes is not None:
         return config.state_cache_memory_bytes // row

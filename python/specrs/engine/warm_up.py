@@ -170,7 +170,8 @@ def _completed(ks: list[int], row: list[float], num_few: int) -> list[float]:
 
 def _smooth(ks: list[int], row: list[float]) -> list[float]:
     """Replace the costs at K >= 1 by the line `K * T_d + T_t` that fits them best. Otherwise noise at one K could keep
-    it from ever being chosen."""
+    it from ever being chosen. Costs at fewer than three such K, and costs that fall with K, are returned as they
+    are."""
     if len(ks) < 4:
         return row
     times = np.array(row[1:])

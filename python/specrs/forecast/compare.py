@@ -23,7 +23,8 @@ class PassTimes:
     vanilla_ms: float
 
     def model(self, growth: Sequence[float] = ()) -> CostModel:
-        """Return the cost model `ITL = K * T_d + T_t`. Raises `InvalidConfigError` for times that are not positive.
+        """Return the cost model `ITL = K * T_d + T_t`. Raises `InvalidConfigError` for times that are not positive;
+        `draft_ms` may be 0.
 
         `growth` has the factors g_K by which the target's pass takes longer than T_t, for K = 1, 2, ...:
         `ITL = K * T_d + g_K * T_t`. A mixture of experts reads more experts for more rows, see `verification_growth`.

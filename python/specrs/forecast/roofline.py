@@ -113,8 +113,8 @@ def model_pass(
 
     `quantization`: of projections and experts, one of `WEIGHT_BITS`. Embedding, LM head and router stay bf16, as on a
     GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. `is_draft`: the last row of each request has
-    logits, not every row; fused products serve more rows, and FP8 weights are multiplied with rows rounded to FP8.
-    Raises `InvalidConfigError` for an unknown quantization or dtype.
+    logits, not every row; fused products serve more rows, and, above 64 rows, FP8 weights are multiplied with rows
+    rounded to FP8. Raises `InvalidConfigError` for an unknown quantization or dtype.
     """
     if quantization not in WEIGHT_BITS:
         names = ", ".join(name for name in WEIGHT_BITS if name)

@@ -11,7 +11,8 @@ NICENESS = 5
 
 
 def restrain(memory: int, niceness: int = NICENESS) -> None:
-    """Limit this process to `memory` bytes of address space, and lower its priority by `niceness`."""
+    """Limit this process to `memory` bytes of address space, and lower its priority by `niceness`. Does nothing on
+    systems without such limits."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not every system has them
         import resource
 

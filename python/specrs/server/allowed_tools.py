@@ -11,7 +11,7 @@ from specrs.server.protocol import AllowedToolChoice, ChatCompletionRequest
 
 def narrowed(body: ChatCompletionRequest) -> ChatCompletionRequest:
     """Return a copy of `body` that has only the allowed tools, with the mode of its `tool_choice`. Prompt and parser
-    then know no other tools.
+    then know no other tools. Returns `body` itself if its `tool_choice` has another form.
 
     Raises `InvalidRequestError` if an allowed tool is not in `tools`.
     """

@@ -20,7 +20,8 @@ class ContentStops:
         self.found: str | None = None
         """Stop string that ended the content. None: none was found yet."""
         self.active = True
-        """True if the next text may complete a stop string."""
+        """Set by the caller. False: a stop string that the next text completes does not count, as before
+        `min_tokens`."""
         self._strings = strings
         self._include = include
         self._longest = max(map(len, strings), default=1)

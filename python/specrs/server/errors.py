@@ -127,8 +127,8 @@ def unknown_model(name: str, served: Sequence[str]) -> APIError:
 
 
 def api_error(fault: BaseException) -> APIError:
-    """Convert an exception to the error that the client sees. Only errors of the client's own request keep the
-    exception's message."""
+    """Convert an exception to the error that the client sees. Only errors of the client's own request, and a full
+    queue, keep the exception's message."""
     if isinstance(fault, APIError):
         return fault
     if isinstance(fault, InvalidRequestError):

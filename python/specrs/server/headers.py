@@ -10,8 +10,8 @@ from specrs.server.limits import HTTPLimits
 
 
 class HeaderCheck:
-    """Middleware that rejects requests whose headers are too long, whose body length is given twice, or whose content
-    type is not JSON."""
+    """Middleware that rejects requests whose headers are too long or give both Content-Length and Transfer-Encoding,
+    and POST requests with a body whose content type is not JSON."""
 
     def __init__(self, app: ASGIApp, limits: HTTPLimits) -> None:
         self._app = app

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("specrs")
 
 INTERVAL = 10.0
-"""Seconds between two log lines with statistics."""
+"""Default number of seconds between two log lines with statistics."""
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 """Id of the request that the current task serves, for log lines. `-` outside of requests."""
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s [%(request_id)s] %(message)s"

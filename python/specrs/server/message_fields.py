@@ -18,7 +18,7 @@ def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Cache marks are dropped with a warning. A refusal becomes the content of a message that has none.
 
-    Raises `InvalidRequestError` for message forms that no longer exist.
+    Raises `InvalidRequestError` for the keys `audio` and `function_call`.
     """
     return [_message(i, message) for i, message in enumerate(messages)]
 

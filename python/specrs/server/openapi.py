@@ -252,7 +252,8 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all endpoints. `model_names` are the names of the server's model."""
+    """Return the OpenAPI 3.1 document of the endpoints, without aliases and those of the profiler. `model_names` are
+    the names that requests may use."""
     paths: dict[str, Any] = {
         "/health": {"get": _operation("Whether the engine runs.", {}, ("503",))},
         "/metrics": {"get": _operation("Prometheus metrics.", {"text/plain": {"schema": _STRING}}, ("401",))},

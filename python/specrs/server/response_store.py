@@ -121,7 +121,7 @@ class ResponseStore:
             self._evict("bytes")
 
     def get(self, owner: bytes, response_id: str) -> StoredResponse:
-        """Return a response. Raises `MissingResponse`."""
+        """Return a response. Counts as a use of it and of all that it continues. Raises `MissingResponse`."""
         self.expire()
         entry = self._entries.get((owner, response_id))
         if entry is None:

@@ -173,7 +173,8 @@ class ToolUse:
 
 
 def read_tools(body: ChatCompletionRequest, settings: ToolSettings, fields: FieldNames = CHAT_FIELDS) -> ToolUse:
-    """Return what `body` asks of tools. Raises `InvalidRequestError` if it contradicts itself or the server's flags."""
+    """Return what `body` asks of tools; `body` is what `narrowed` returned. Raises `InvalidRequestError` if it
+    contradicts itself or the server's flags."""
     tools = body.tools or []
     functions = [
         # arguments are an object, also where the schema does not say so

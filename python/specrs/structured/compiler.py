@@ -63,8 +63,8 @@ class Start:
         return self._matcher.deep_copy()
 
     def renew(self) -> LLMatcher:
-        """Return a matcher with new, empty automata. Shared automata only grow, for all copies together, up to the
-        library's limits."""
+        """Return a matcher with new, empty automata, which copies that are made later share. Shared automata only grow,
+        for all copies together, up to the library's limits."""
         self._matcher = worker.make_matcher(self._tokenizer, self._grammar)
         return self.copy()
 

@@ -72,7 +72,8 @@ def replay(
 
 
 class _Loop:
-    """A host around a scheduler of one row, whose target is a known text."""
+    """Plans and settles the steps of a scheduler, one request at a time, with the answers of known texts in place of a
+    target."""
 
     def __init__(self, scheduler: Scheduler, k: int) -> None:
         self.scheduler = scheduler

@@ -1,4 +1,4 @@
-"""Options that several kinds of measurement share: data sets, engines, and output files. Checks nothing by itself."""
+"""Options that several kinds of measurement share: data sets, engines, and output files. Measures nothing."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ def gpu_obstacles(gpu: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def absent(machine: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the packages that are missing, with their purpose and the command that installs them.
+    """Return what is missing: packages, and what the first GPU lacks, each with its purpose and the command that adds
+    it.
 
     The extra for GPUs counts as missing only on a machine with a GPU.
     """

@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _growth(arguments: argparse.Namespace, shown: int, max_k: int) -> list[float]:
-    """Return for each K how much longer a verification takes than T_t, the time of a pass of `--model` over one row."""
+    """Return for each K the factor by which a verification takes longer than T_t, the time of a pass of `--model` over
+    one row. Empty without `--target-ms` or `--model`."""
     if arguments.target_ms is None or arguments.model is None:
         return []
     from specrs.forecast import verification_growth
@@ -91,7 +92,8 @@ def _given(arguments: argparse.Namespace, lengths: dict[int, float]) -> tuple[Pa
 
 
 def acceptance(arguments: argparse.Namespace) -> dict[int, float]:
-    """Return the acceptance lengths by K, from whichever of the two options gives them."""
+    """Return the acceptance lengths by K, from `--acceptance-lengths` or `--acceptance-rates`. Raises
+    `InvalidConfigError` unless exactly one of them is given."""
     from specrs.forecast import lengths_from_shares
 
     text, rates = arguments.acceptance_lengths, arguments.acceptance_rates

@@ -95,7 +95,7 @@ class CallReader:
 
     @property
     def raw(self) -> str:
-        """All text that was read before the call was announced."""
+        """Text of the call that was read so far; empty once the call is announced."""
         return "".join(self._raw)
 
     @property
