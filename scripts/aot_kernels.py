@@ -231,7 +231,7 @@ def main() -> int:
     problems = faults(actual)
     if arguments.write:
         if not problems:
-            kept = json.loads(path.read_text(encoding="utf-8")) if arguments.only else {}
+            kept = json.loads(path.read_text(encoding="utf-8")) if arguments.only and path.exists() else {}
             kept = {name: results for name, results in kept.items() if arguments.only not in name}
             path.write_text(dump(kept | actual), encoding="utf-8")
     elif not path.exists():

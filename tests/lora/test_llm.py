@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from server.harness import Server, serving
 from specrs import LLM, CheckpointError, InvalidRequestError, LoRARequest, SamplingParams
@@ -115,6 +116,9 @@ def test_a_server_knows_them_by_name(
         "chat": (str(folders["chat"]), "tiny"),
     }
     assert server.get("/v1/models/sql").json["parent"] == "base"
+    document = server.get("/openapi.json").json
+    schema = {"$ref": "#/components/schemas/Models", "components": document["components"]}
+    jsonschema.validate(server.get("/v1/models").json, schema)
     asked = [(name, i) for i in range(len(PROMPTS)) for name in ("base", "sql", "chat")] * 2
 
     def complete(one: tuple[str, int]) -> str:

@@ -162,6 +162,7 @@ def test_what_routers_ask(server: Server) -> None:
     assert information["version"] == version("specrs")
     assert (information["max_model_len"], information["max_num_seqs"], information["block_size"]) == (512, 16, 16)
     assert information["speculative_config"]["method"] == "draft_model"
+    assert (information["tp_size"], information["dp_size"]) == (1, 1)
     assert information.items() >= server.get("/model_info").json.items()
     loads = server.get("/v1/loads?include=core,queues").json
     (idle,) = loads["loads"]

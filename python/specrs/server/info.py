@@ -124,6 +124,6 @@ async def server_info(context: Context) -> dict[str, Any]:
             "num_speculative_tokens": speculative.num_speculative_tokens,
             "max_num_speculative_tokens": limits.num_speculative_tokens,
         },
-        "tp_size": 1,
+        "tp_size": config.tensor_parallel_size,
         "dp_size": 1,
     }

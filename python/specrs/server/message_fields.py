@@ -29,9 +29,8 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
             raise invalid_request(f"messages[{index}][{name!r}]", message[name], reason)
     content = message.get("content")
     if isinstance(content, list):
-        for part in content:
-            if isinstance(part, dict):
-                without_marks("messages", part)
+        parts = [without_marks("messages", part) if isinstance(part, dict) else part for part in content]
+        message = {**message, "content": parts}
     elif content is None and isinstance(message.get("refusal"), str):
         message = {**message, "content": message["refusal"]}
     return without_marks("messages", message)

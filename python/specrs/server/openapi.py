@@ -219,7 +219,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         {
             **dict.fromkeys(("id", "object", "owned_by", "root"), _STRING),
             "created": _INTEGER,
-            "parent": {"type": "null"},
+            "parent": _or_null(_STRING),
             "max_model_len": _or_null(_INTEGER),
             "state": {"enum": ["loaded", "loading", "unloaded"]},
         },
