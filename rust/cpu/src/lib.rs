@@ -48,7 +48,7 @@ pub use shape::{DeltaShape, ModelShape};
 pub use states::StateSnapshot;
 pub use values::{Values, ValuesMut};
 pub use weights::{
-    AssistantWeights, Eagle3Weights, Embedding, LayerEmbedding, MtpWeights, Multipliers, Rotation, Weights,
+    AssistantWeights, Eagle3Weights, Embedding, HeadWeights, LayerEmbedding, MtpWeights, Multipliers, Rotation, Weights,
 };
 
 /// Returns the settings of a property test with at most `most` cases. Miri tries three, and cannot write failures to a

@@ -243,7 +243,7 @@ fn assistant(places: [usize; 2]) -> specrs_cpu::Result<Weights> {
     };
     let frequencies = (0..SHAPE.head_dim / 2).map(|i| 0.5_f32.powi(i as i32)).collect();
     let rotation = |pairs: usize| Rotation { frequencies: vec![0.4; pairs], magnitude: 1.0 };
-    Weights::assistant(SHAPE, embedding, layers, &final_norm, head, frequencies, own)?
+    Weights::head(SHAPE, embedding, layers, &final_norm, head, frequencies, own)?
         .with_rotations(vec![rotation(6), rotation(12)], &[Some(0), Some(1)])?
         .with_windows(&[Some(10), None])
 }

@@ -6,9 +6,10 @@ use crate::tensors::{codes_mut, embedding as embedding_of, values, values_mut, w
 use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, Addition, AssistantWeights, DeltaShape, DeltaWeights, Eagle3Weights, Experts, Isa, KvCache, KvLayer,
-    KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers, ParallelMlp,
-    Part, Pool, QkNorm, Rotation, RouterScales, SharedExpert, Tiles, Values, VariedLayer, Weights,
+    Activation, Addition, AssistantWeights, DeltaShape, DeltaWeights, Eagle3Weights, Experts, HeadWeights, Isa,
+    KvCache, KvLayer, KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights,
+    Multipliers, ParallelMlp, Part, Pool, QkNorm, Rotation, RouterScales, SharedExpert, Tiles, Values, VariedLayer,
+    Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -471,7 +472,7 @@ impl CpuWeights {
         let embedding = embedding_of("embedding", embedding)?;
         let inputs = shape.hidden_size * if head.is_some() { 2 } else { 1 };
         let features = layer_embedding.as_ref().map_or(0, |given| given.0);
-        let mut layers = layers
+        let layers = layers
             .iter()
             .enumerate()
             .map(|(i, arrays)| layer(py, i, arrays, &shape, inputs, features))
@@ -488,31 +489,20 @@ impl CpuWeights {
                 })
             })
             .transpose()?;
-        if (head.is_some() || mtp.is_some()) && layers.len() != 1 {
-            let message = format!("layers: {} layers; must be 1 in a head", layers.len());
-            return Err(Class::InvalidBuffer.error(py, message));
-        }
-        let weights = match (head, mtp, assistant) {
-            (None, None, None) => match target_ids {
-                Some(ids) => Weights::draft(shape, embedding, layers, &final_norm, lm_head, frequencies, ids),
-                None => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
-            },
-            (Some(head), None, None) => {
-                let head = head.weights()?;
-                Weights::head(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, head)
-            }
-            (None, Some(mtp), None) => {
-                let mtp = mtp.weights(shape.hidden_size)?;
-                Weights::mtp(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, mtp)
-            }
-            (None, None, Some(assistant)) => {
-                let assistant = assistant.weights(shape.hidden_size)?;
-                Weights::assistant(shape, embedding, layers, &final_norm, lm_head, frequencies, assistant)
-            }
+        let head: Option<HeadWeights> = match (head, mtp, assistant) {
+            (None, None, None) => None,
+            (Some(head), None, None) => Some(head.weights()?.into()),
+            (None, Some(mtp), None) => Some(mtp.weights(shape.hidden_size)?.into()),
+            (None, None, Some(assistant)) => Some(assistant.weights(shape.hidden_size)?.into()),
             _ => {
                 let message = "head, mtp and assistant: two of them are given; leave out all but one".to_owned();
                 return Err(Class::InvalidBuffer.error(py, message));
             }
+        };
+        let weights = match (head, target_ids) {
+            (Some(head), _) => Weights::head(shape, embedding, layers, &final_norm, lm_head, frequencies, head),
+            (None, Some(ids)) => Weights::draft(shape, embedding, layers, &final_norm, lm_head, frequencies, ids),
+            (None, None) => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
         };
         weights
             .and_then(|weights| match rotations {

@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn an_unknown_setting_changes_no_drafter() {
         let mut drafters = HostDrafters::ngram(NgramProposer::new(2, 5).unwrap());
-        let before = drafters.clone();
+        let before = drafters;
         let given = [("prompt_lookup_max", Number::Integer(7)), ("depth", Number::Integer(1))];
         assert!(drafters.add("ngram", &given).is_err());
         assert_eq!(drafters, before);

@@ -9,7 +9,12 @@ use crate::memory::Bf16;
 use crate::shape::DeltaShape;
 use crate::shape::ModelShape;
 use crate::values::Values;
+use heads::check_target_ids;
+pub use heads::{AssistantWeights, Eagle3Weights, HeadWeights, MtpWeights};
+pub(crate) use heads::{Head, HeadInput};
 use std::sync::Arc;
+
+mod heads;
 
 /// Embeddings `[vocab, hidden]`.
 pub enum Embedding {
@@ -84,195 +89,6 @@ pub struct Multipliers {
     pub scores: f32,
 }
 
-/// Weights of an EAGLE-3 head in addition to its layer (Li et al. 2025), with which it reads the target's hidden
-/// states.
-pub struct Eagle3Weights {
-    /// Layers of the target whose input states the head reads, L of them.
-    pub hidden_layers: Vec<usize>,
-    /// Projection from L hidden states of the target to one of the head, `L * target's hidden -> hidden`.
-    pub fc: Linear,
-    /// Weight of the norm before `fc`, `[L * target's hidden]`: one norm over the states of all L layers, or with
-    /// `fc_norm_each` one norm for each layer's state.
-    pub fc_norm: Option<Values>,
-    /// Whether `fc_norm` norms each layer's state by itself, not all of them as one.
-    pub fc_norm_each: bool,
-    /// Weight of the norm of the hidden state, `[hidden]`; the layer's `input_norm` norms the embedding.
-    pub hidden_norm: Values,
-    /// Whether the residual is the normed hidden state.
-    pub norm_before_residual: bool,
-    /// Whether a draft pass is fed the head's state of the previous pass after the final norm, rather than before it.
-    pub norm_output: bool,
-    /// Target's id of each of the head's ids, ascending.
-    pub target_ids: Vec<i64>,
-}
-
-/// Weights of an MTP head in addition to its layer, which is a layer of the target's kind. The head reads the target's
-/// hidden state after the final norm, and its own state after its final norm.
-pub struct MtpWeights {
-    /// Number of layers of the target.
-    pub target_layers: usize,
-    /// Projection `2 hidden -> hidden` of the normed embedding, then the normed hidden state.
-    pub fc: Linear,
-    /// Weight of the norm of the embedding, `[hidden]`.
-    pub embedding_norm: Values,
-    /// Weight of the norm of the hidden state, `[hidden]`.
-    pub hidden_norm: Values,
-    /// Target's id of each of the head's ids, ascending. The LM head's further outputs are not used.
-    pub target_ids: Vec<i64>,
-}
-
-/// Weights of a head without KV (Gemma 4's assistant), in addition to its layers. The head reads the target's hidden
-/// state after the final norm, and its layers attend the target's keys and values. A pass outputs a state of the
-/// target's size, which the next pass reads.
-pub struct AssistantWeights {
-    /// Number of layers of the target.
-    pub target_layers: usize,
-    /// Projection `2 * target's hidden -> hidden`. Its input is the target's scaled embedding of a token, then the
-    /// hidden state.
-    pub pre: Linear,
-    /// Projection `hidden -> target's hidden`, from the state after the final norm to the state that the next pass
-    /// reads.
-    pub post: Linear,
-    /// Target's id of each of the head's ids, ascending. The LM head's further outputs are not used.
-    pub target_ids: Vec<i64>,
-}
-
-/// Weights of a head that reads hidden states of a target, in addition to its layer, in the form that passes read.
-pub(crate) struct Head {
-    /// Target's hidden states that the head reads, as [`Entries`](crate::Entries) numbers them.
-    pub(crate) hidden_layers: Vec<usize>,
-    /// Number of elements of one hidden state of the target.
-    pub(crate) state_size: usize,
-    /// Projection of a head's input to its own size; `input` says what it reads.
-    pub(crate) fc: Linear,
-    /// Projection `hidden -> state_size` from the final state to the state that the next pass reads, for a head that
-    /// attends the target's keys and values; `None` for other heads.
-    pub(crate) post: Option<Linear>,
-    pub(crate) hidden_norm: Vec<f32>,
-    /// Whether the next pass reads a pass's state after the final norm, rather than before it.
-    pub(crate) norm_output: bool,
-    pub(crate) target_ids: Vec<i64>,
-    pub(crate) input: HeadInput,
-}
-
-/// Input of a head's `fc`, and where the embedding enters.
-pub(crate) enum HeadInput {
-    /// `fc` combines the target's states before the passes. The layer reads the normed embedding and the normed state.
-    Eagle3 {
-        fc_norm: Option<Vec<f32>>,
-        /// Number of inputs of `fc` that are normed together.
-        together: usize,
-        before_residual: bool,
-    },
-    /// `fc` is the first phase of a pass and combines the normed embedding and the normed state.
-    Mtp { embedding_norm: Vec<f32> },
-    /// `fc` is the first phase of a pass and combines the target's embedding and the state as they are.
-    Assistant,
-}
-
-impl Head {
-    /// Returns whether `fc` is the first phase of a pass, which combines embeddings and states.
-    pub(crate) fn combines(&self) -> bool {
-        !matches!(self.input, HeadInput::Eagle3 { .. })
-    }
-
-    /// Returns whether the head has no keys and values, and its layers attend the target's.
-    pub(crate) fn shares_kv(&self) -> bool {
-        matches!(self.input, HeadInput::Assistant)
-    }
-}
-
-fn check_target_ids(ids: &[i64], shape: &ModelShape) -> Result<()> {
-    let outside = |&&id: &&i64| usize::try_from(id).map_or(true, |id| id >= shape.vocab_size);
-    if let Some(id) = ids.iter().find(outside) {
-        return Err(Error::invalid("target_ids", id, format!("from 0 to vocab_size - 1 = {}", shape.vocab_size - 1)));
-    }
-    if !ids.is_sorted_by(|a, b| a < b) {
-        return Err(Error::invalid("target_ids", "ids that do not ascend", "ascending ids"));
-    }
-    Ok(())
-}
-
-/// Rejects the target's ids of a head that uses the first outputs of an LM head with `num_ids` outputs: if there are
-/// none, more than outputs, or if one is out of range or they do not ascend.
-fn check_first_ids(ids: &[i64], shape: &ModelShape, num_ids: usize) -> Result<()> {
-    if !(1..=num_ids).contains(&ids.len()) {
-        let given = format!("{} ids", ids.len());
-        return Err(Error::invalid("target_ids", given, format!("from 1 to {num_ids}, the LM head's outputs")));
-    }
-    check_target_ids(ids, shape)
-}
-
-impl AssistantWeights {
-    fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Head> {
-        let state_size = self.post.outputs();
-        self.pre.check("pre", shape.hidden_size, 2 * state_size)?;
-        self.post.check("post", state_size.max(1), shape.hidden_size)?;
-        check_first_ids(&self.target_ids, shape, num_ids)?;
-        Ok(Head {
-            hidden_layers: vec![self.target_layers + 1],
-            state_size,
-            fc: self.pre,
-            post: Some(self.post),
-            hidden_norm: Vec::new(),
-            norm_output: false,
-            target_ids: self.target_ids,
-            input: HeadInput::Assistant,
-        })
-    }
-}
-
-impl MtpWeights {
-    fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Head> {
-        let hidden = shape.hidden_size;
-        self.fc.check("fc", hidden, 2 * hidden)?;
-        check_len("embedding_norm", self.embedding_norm.len(), hidden)?;
-        check_len("hidden_norm", self.hidden_norm.len(), hidden)?;
-        check_first_ids(&self.target_ids, shape, num_ids)?;
-        Ok(Head {
-            hidden_layers: vec![self.target_layers + 1],
-            state_size: hidden,
-            fc: self.fc,
-            post: None,
-            hidden_norm: self.hidden_norm.to_f32(),
-            norm_output: true,
-            target_ids: self.target_ids,
-            input: HeadInput::Mtp { embedding_norm: self.embedding_norm.to_f32() },
-        })
-    }
-}
-
-impl Eagle3Weights {
-    fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Head> {
-        let (layers, inputs) = (self.hidden_layers.len(), self.fc.inputs);
-        check_len("hidden_norm", self.hidden_norm.len(), shape.hidden_size)?;
-        self.fc.check("fc", shape.hidden_size, inputs)?;
-        if layers == 0 || inputs == 0 || !inputs.is_multiple_of(layers) {
-            let allowed = format!("a divisor of the {inputs} inputs of fc");
-            return Err(Error::invalid("hidden_layers", format!("{layers} layers"), allowed));
-        }
-        if let Some(norm) = &self.fc_norm {
-            check_len("fc_norm", norm.len(), inputs)?;
-        }
-        check_len("target_ids", self.target_ids.len(), num_ids)?;
-        check_target_ids(&self.target_ids, shape)?;
-        Ok(Head {
-            hidden_layers: self.hidden_layers,
-            state_size: inputs / layers,
-            fc: self.fc,
-            post: None,
-            hidden_norm: self.hidden_norm.to_f32(),
-            norm_output: self.norm_output,
-            target_ids: self.target_ids,
-            input: HeadInput::Eagle3 {
-                fc_norm: self.fc_norm.as_ref().map(Values::to_f32),
-                together: if self.fc_norm_each { inputs / layers } else { inputs },
-                before_residual: self.norm_before_residual,
-            },
-        })
-    }
-}
-
 /// All weights of a decoder or of a drafting head, checked against its shape. Read-only: several decoders may share
 /// them.
 pub struct Weights {
@@ -338,69 +154,23 @@ impl Weights {
         Ok(Self { target_ids: Some(target_ids), ..made })
     }
 
-    /// Makes the weights of an EAGLE-3 head. Its one layer has a `qkv` with `2 hidden` inputs: the normed embedding and
-    /// the normed hidden state. `lm_head` has one output for each id that the head drafts, in the order of
-    /// `eagle3.target_ids`.
+    /// Makes the weights of a head that drafts from a target's hidden states. `layers` are the head's own, and
+    /// `embedding` is `[vocab, hidden]`, or for an assistant the target's with the target's hidden size. `lm_head` has
+    /// an output for each id that the head drafts, in their order, or more.
     ///
     /// # Errors
-    /// If a size is impossible or a tensor does not match the others.
+    /// If a size is impossible, a tensor does not match the others, or a layer is not of the kind that the head has.
     pub fn head(
-        shape: ModelShape,
-        embedding: impl Into<Embedding>,
-        layer: LayerWeights,
-        final_norm: &Values,
-        lm_head: Linear,
-        frequencies: Vec<f32>,
-        eagle3: Eagle3Weights,
-    ) -> Result<Self> {
-        lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
-        if layer.input_norm.is_none() {
-            return Err(Error::invalid("layers[0].input_norm", "none", "the norm of a head's embeddings"));
-        }
-        let head = eagle3.check(&shape, lm_head.outputs())?;
-        Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(head))
-    }
-
-    /// Makes the weights of an MTP head. Its one layer has the form of a decoder's layer. `embedding` and `lm_head` are
-    /// the target's.
-    ///
-    /// # Errors
-    /// If a size is impossible or a tensor does not match the others.
-    pub fn mtp(
-        shape: ModelShape,
-        embedding: impl Into<Embedding>,
-        layer: LayerWeights,
-        final_norm: &Values,
-        lm_head: Linear,
-        frequencies: Vec<f32>,
-        mtp: MtpWeights,
-    ) -> Result<Self> {
-        lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
-        let head = mtp.check(&shape, lm_head.outputs())?;
-        Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(head))
-    }
-
-    /// Makes the weights of a head that attends the target's keys and values. `embedding` is the target's, whose states
-    /// have another size. The `source` of every layer is the index of the target's layer that it attends, counted over
-    /// the target's layers that have keys and values. [`forward_head`](crate::Decoder::forward_head) takes the target's
-    /// cache.
-    ///
-    /// # Errors
-    /// If a size is impossible or a tensor does not match the others.
-    pub fn assistant(
         shape: ModelShape,
         embedding: impl Into<Embedding>,
         layers: Vec<LayerWeights>,
         final_norm: &Values,
         lm_head: Linear,
         frequencies: Vec<f32>,
-        assistant: AssistantWeights,
+        head: impl Into<HeadWeights>,
     ) -> Result<Self> {
         lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
-        let head = assistant.check(&shape, lm_head.outputs())?;
-        if let Some(i) = layers.iter().position(|layer| layer.varied.source.is_none()) {
-            return Err(Error::invalid(format!("layers[{i}].source"), "none", "a layer of the target"));
-        }
+        let head = head.into().check(&shape, &layers, lm_head.outputs())?;
         Self::build(shape, embedding, layers, final_norm, lm_head, frequencies, Some(head))
     }
 
