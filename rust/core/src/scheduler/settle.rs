@@ -307,7 +307,7 @@ impl Scheduler {
         Ok(Settled { request_id, num_new, finish_reason })
     }
 
-    /// Ends drafting for a request whose draft logits were not finite, so that nobody continues from its draft KV.
+    /// Ends drafting for a request whose draft logits were not finite, so that no row continues from its draft KV.
     #[cold]
     fn give_up_drafts(&mut self, row_index: RowIndex) -> Result<()> {
         let row = &mut self.rows[row_index as usize];
