@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.harness import Feeder
 from models.native_passes import numbers_of
+from process_memory import status
 from safetensors.torch import load_file, save_file
 from specrs.arrays import FLOAT32, FLOAT64
 from specrs.backends.cpu.weights import Rounding, load_native
@@ -184,12 +185,6 @@ def test_groups_are_the_largest_that_divide(tmp_path: Path) -> None:
         for part in weight.parts:
             outputs = -(-part.shape[0] // 16) * 16
             assert part.nbytes == outputs * (size // 2 + 2 * size // group)
-
-
-def status(field: str) -> int:
-    """Return a field of /proc/self/status in bytes."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
-    return 1024 * int(line.split()[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from process_memory import status
 from specrs.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT32
 from specrs.models.config import ModelConfig
 from specrs.models.kv_cache import KVCache
@@ -45,14 +46,9 @@ def test_k_and_v_are_views(config: ModelConfig) -> None:
 
 
 def test_untouched_memory_is_not_mapped(config: ModelConfig) -> None:
-    def resident() -> int:
-        status = Path("/proc/self/status")
-        if not status.exists():
-            pytest.skip("reads the resident size from /proc")
-        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmRSS"))
-        return int(line.split()[1]) * 1024
-
-    before = resident()
+    if not Path("/proc/self/status").exists():
+        pytest.skip("reads the resident size from /proc")
+    before = status("VmRSS")
     blocks = (1 << 30) // KVCache.bytes_per_block(config, 16, torch.float32)
     caches = (
         KVCache.allocate(config, blocks, 16, torch.float32, "cpu"),
@@ -60,7 +56,7 @@ def test_untouched_memory_is_not_mapped(config: ModelConfig) -> None:
     )
     for cache in caches:
         cache.layers[-1][-1] = 1
-    assert resident() - before < 1 << 28
+    assert status("VmRSS") - before < 1 << 28
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT8_E4M3])
