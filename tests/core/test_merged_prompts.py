@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -82,7 +82,6 @@ class Gpu:
     num_merged: int = 0
     """Number of steps whose prompt chunks ran in one pass with the verification."""
     num_alone: int = 0
-    rooms: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def ms(self, ks: list[int], chunk_rows: int, chunks: int, catch_up: int) -> float:
         """Return the milliseconds of a step. If it has prompt chunks next to decoding sequences, it is counted in

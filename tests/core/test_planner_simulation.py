@@ -17,6 +17,7 @@ from tests.data_sets import data_file
 
 TOKENS = 250  # output tokens of a request
 NUM_STEPS = 1500
+NUM_DRAFTERS = 5  # drafters in the file
 
 
 class Engine:
@@ -79,10 +80,12 @@ def costs_of(item: Series) -> CostModel:
     return CostModel(item.concurrencies, [0, *ks], table)
 
 
-@pytest.fixture(scope="module", params=range(4))
+@pytest.fixture(scope="module", params=range(NUM_DRAFTERS))
 def item(request: pytest.FixtureRequest) -> Series:
-    """Return each of the first four drafters of the file in turn."""
-    return series(read(data_file("seed_bench_data.parquet")))[request.param]
+    """Return each drafter of the file in turn."""
+    drafters = series(read(data_file("seed_bench_data.parquet")))
+    assert len(drafters) == NUM_DRAFTERS
+    return drafters[request.param]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.7])

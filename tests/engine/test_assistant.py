@@ -329,7 +329,7 @@ def test_drafts_after_a_hit_are_the_scripts(folder: Path, monkeypatch: pytest.Mo
 def test_a_disk_cache_keeps_the_targets_blocks(folder: Path, tmp_path: Path) -> None:
     """Check that blocks on disk serve engines with and without an assistant, because it has no KV."""
     fields = {"kv_cache_path": str(tmp_path / "kv")}
-    prompts, found = [PROMPTS[-1] * 1], []
+    prompts, found = [PROMPTS[-1]], []
     for k in (0, 3, 0):
         engine = engine_of(folder, "gemma4", "fitted", k, **fields) if k else without_drafts(folder, "gemma4", **fields)
         found.append(asked(engine, prompts, k))

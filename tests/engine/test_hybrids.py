@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from specrs import LLM, SamplingParams
 from specrs.errors import InvalidConfigError, SpecrsError, UnsupportedConfigError, UnsupportedModelError
 from specrs.models.torch_loader import load_model
+from specrs.sampling import derive_seed
 
 VOCAB = 61
 SHAPE = {"vocab": VOCAB, "hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "eos_token_id": 0}
@@ -163,13 +164,14 @@ def test_native_text_of_experts_is_transformers(family: str, tmp_path: Path) -> 
 
 
 def test_several_completions_of_a_prompt(folder: Path) -> None:
-    """Check several completions of a prompt: each has a delta net state of its own."""
+    """Check that each of several completions of a prompt has a delta net state of its own: its text is that of a
+    request alone with its seed."""
     llm = LLM(model=str(folder / "target"), max_model_len=64)
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, detokenize=False)
     several = llm.generate({"prompt_token_ids": PROMPTS[3]}, params, use_tqdm=False)[0].outputs
     assert len({tuple(output.token_ids) for output in several}) == 3
-    for output in several[:1]:
-        one = SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, detokenize=False)
+    for output, seed in zip(several, (5, derive_seed(5, 1), derive_seed(5, 2)), strict=True):
+        one = replace(params, n=1, seed=seed)
         alone = llm.generate({"prompt_token_ids": PROMPTS[3]}, one, use_tqdm=False)[0].outputs[0]
         assert output.token_ids == alone.token_ids
 

@@ -3,11 +3,12 @@ settings that they reject; their memory."""
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_eagle3, perturb_checkpoint
+from checkpoints import edit_json, make_checkpoint, make_eagle3, perturb_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from models.harness import Feeder
@@ -279,17 +280,14 @@ def test_numbers_of_another_type_are_rejected(pair: tuple[Path, dict[str, Path]]
 
 
 def quantized(source: Path, folder: Path, scales: dict[str, torch.Tensor]) -> Path:
-    """Write a Qwen3 checkpoint in the format of compressed-tensors, with no weight quantized, and with the tensors
-    `scales` added. `source` is not read."""
-    made = make_checkpoint(folder, "qwen3", seed=1, vocab=VOCAB)
-    file = made / "model.safetensors"
+    """Copy the checkpoint `source` to `folder` in the format of compressed-tensors, with no weight quantized, and with
+    the tensors `scales` added. Return `folder`."""
+    shutil.copytree(source, folder)
+    file = folder / "model.safetensors"
     save_file({**load_file(file), **scales}, file)
-    import json
-
-    raw = json.loads((made / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}}
-    (made / "config.json").write_text(json.dumps(raw))
-    return made
+    layout = {"quant_method": "compressed-tensors", "config_groups": {}}
+    edit_json(folder / "config.json", quantization_config=layout)
+    return folder
 
 
 @pytest.mark.parametrize("pattern", SCALE_NAMES)

@@ -154,25 +154,6 @@ def test_sampled_text_is_that_of_k_0_under_both_rules(rule: str, either: Bank) -
     assert (none, accepted > 0) == (0, True)
 
 
-def test_no_q_is_kept(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that prompt lookup stores no q: under `rejection`, `torch.empty` makes no tensor of three dimensions."""
-    engine = make_engine(qwen_bank.target, k=4, sizes=(1, 1))
-    shapes = []
-    empty = torch.empty
-
-    def watched(*size: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty(*size, **kwargs)  # type: ignore[call-overload]
-        shapes.append(tuple(tensor.shape))
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", watched)
-    params = SamplingParams(temperature=0.9, max_tokens=12, detokenize=False, allowed_token_ids=[5, 9])
-    engine.add_request(Request(0, qwen_bank.prompts[4], params, num_speculative_tokens=4, seed=1))
-    run(engine)
-    assert engine.stats().accepted_tokens > 0
-    assert not [shape for shape in shapes if len(shape) == 3]
-
-
 def test_auto_measures_and_plans(qwen_bank: Bank) -> None:
     """Check `auto` with prompt lookup: the engine has a planner, statistics count no drafts of the warm-up, and texts
     are those of K = 0."""

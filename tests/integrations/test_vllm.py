@@ -21,14 +21,17 @@ from specrs.integrations.suffix_decoding import SuffixDecodingCache
 MAX_LEN, DEPTH = 48, 8
 
 
-def vllm_config(k: int = 5, least: int | None = 1, most: int | None = 3, **fields: Any) -> Any:
-    """Make the part of vLLM's configuration that the proposers read."""
+def vllm_config(
+    k: int = 5, least: int | None = 1, most: int | None = 3, factor: float = 1.0, least_prob: float = 0.1, **fields: Any
+) -> Any:
+    """Make the part of vLLM's configuration that the proposers read. `least` and `most` are sizes of n-grams; `factor`
+    and `least_prob` are settings of suffix decoding."""
     defaults = {
         "num_speculative_tokens": k,
         "suffix_decoding_max_tree_depth": DEPTH,
         "suffix_decoding_max_cached_requests": 100,
-        "suffix_decoding_max_spec_factor": 1.0,
-        "suffix_decoding_min_token_prob": 0.1,
+        "suffix_decoding_max_spec_factor": factor,
+        "suffix_decoding_min_token_prob": least_prob,
     }
     own = {"prompt_lookup_min": least, "prompt_lookup_max": most} | fields
     speculative = SimpleNamespace(**defaults)
@@ -39,27 +42,30 @@ def vllm_config(k: int = 5, least: int | None = 1, most: int | None = 3, **field
     )
 
 
-def naive_draft(
-    text: list[int], outputs: list[list[int]], most: int, least: float = 0.1, factor: float = 1.0
-) -> list[int]:
-    """Draft by suffix decoding, counting substrings one by one, in the text itself and in all outputs."""
+def naive_draft(text: list[int], outputs: list[list[int]], most: int, factor: float, least_prob: float) -> list[int]:
+    """Draft by suffix decoding, counting substrings one by one, in the text itself and in all outputs. A pattern of m
+    tokens has at most `factor * m` drafts, each of which follows the pattern in at least `least_prob` of its places."""
 
     def count(texts: list[list[int]], part: list[int]) -> int:
         return sum(t[i : i + len(part)] == part for t in texts for i in range(len(t) - len(part) + 1))
 
     best: tuple[float, list[int]] = (0.0, [])
     for texts in ([text], outputs):
-        rooms = [(min(most, m, DEPTH - m), m) for m in range(1, min(DEPTH, len(text) + 1))]
+        rooms = [(min(most, int(factor * m), DEPTH - m), m) for m in range(1, min(DEPTH, len(text) + 1))]
         for room, m in sorted(rooms, reverse=True):
             part, score, whole = text[-m:], 0.0, count(texts, text[-m:])
             while whole and len(part) < m + room:
                 found, token = max((count(texts, [*part, t]), -t) for t in range(4))
-                if not found or found / whole < 0.1:
+                if not found or found / whole < least_prob:
                     break
                 part, score = [*part, -token], score + found / whole
             if score > best[0] + 1e-9:
                 best = (score, part[m:])
     return best[1]
+
+
+suffix_settings = st.tuples(st.sampled_from([0.5, 1.0, 1.5, 4.0]), st.sampled_from([0.0, 0.1, 0.4, 1.0]))
+"""Values of `max_spec_factor` and `min_token_prob`, exact in products with small integers."""
 
 
 class Batch:
@@ -81,9 +87,10 @@ class Batch:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_drafts_do_not_depend_on_places(which: str, data: st.DataObject) -> None:
-    """Check that drafts depend on the texts alone: rows are reordered and dropped between steps."""
+    """Check that drafts depend on the texts and settings alone: rows are reordered and dropped between steps."""
     tokens = st.integers(0, 3)
-    proposer, batch = getattr(vllm, which)(vllm_config()), Batch()
+    factor, least_prob = data.draw(suffix_settings, label="settings")
+    proposer, batch = getattr(vllm, which)(vllm_config(factor=factor, least_prob=least_prob)), Batch()
     started: list[list[int]] = []  # the prompt of each row
     ended: list[list[int]] = []
     for _ in range(data.draw(st.integers(1, 8), label="steps")):
@@ -116,7 +123,7 @@ def test_drafts_do_not_depend_on_places(which: str, data: st.DataObject) -> None
             elif which == "NgramProposer":
                 assert draft == core.NgramProposer(1, 3).propose(np.array(text), most).tolist()
             else:
-                assert draft == naive_draft(text, outputs, most)
+                assert draft == naive_draft(text, outputs, most, factor, least_prob)
 
 
 def test_the_better_way_is_taken_and_learned() -> None:
@@ -170,6 +177,7 @@ def test_settings_of_ngrams() -> None:
 def test_the_suffix_cache_drafts_as_a_naive_counter(data: st.DataObject) -> None:
     tokens = st.integers(0, 3)
     most_cached = data.draw(st.sampled_from([-1, 1, 0]), label="max_cached_requests")
+    factor, least_prob = data.draw(suffix_settings, label="settings")
     cache = SuffixDecodingCache(DEPTH, most_cached)
     running: dict[str, tuple[list[int], list[int]]] = {}
     ended: dict[str, list[int]] = {}
@@ -199,8 +207,14 @@ def test_the_suffix_cache_drafts_as_a_naive_counter(data: st.DataObject) -> None
             text = running[name][0] + running[name][1]
             most = data.draw(st.integers(0, 6))
             outputs = [] if not most_cached else [*ended.values(), *(output for _, output in running.values())]
-            draft = cache.speculate(name, np.array(text[-DEPTH:], dtype=np.int32), max_spec_tokens=most)
-            assert draft.token_ids == naive_draft(text, outputs, most)
+            draft = cache.speculate(
+                name,
+                np.array(text[-DEPTH:], dtype=np.int32),
+                max_spec_tokens=most,
+                max_spec_factor=factor,
+                min_token_prob=least_prob,
+            )
+            assert draft.token_ids == naive_draft(text, outputs, most, factor, least_prob)
             assert draft.parents == [i - 1 for i in range(len(draft.token_ids))]
             assert sum(draft.probs) == pytest.approx(draft.score)
         assert cache.active_requests == running.keys()

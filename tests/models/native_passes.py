@@ -39,7 +39,14 @@ class TensorPasses:
 
     def forward(self, inputs: PassInputs, kv_cache: Any, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """Run a pass by the native model, as `TorchModel.forward`. Return final hidden states and those at
-        `hidden_layers`."""
+        `hidden_layers`.
+
+        Raises ValueError if the model has states and `state_rows` are not the first rows in order: native passes take
+        no state rows.
+        """
+        rows = inputs.state_rows
+        if self.native.config.delta is not None and rows is not None and rows != tuple(range(len(rows))):
+            raise ValueError(f"state_rows={rows}: native passes take the first requests in order")
         final, entries = self.native.forward(native_inputs(inputs), kv_cache, hidden_layers)
         return HiddenStates(torch.from_numpy(final), None if entries is None else torch.from_numpy(entries))
 
@@ -55,8 +62,12 @@ class TensorPasses:
 
 
 def native_inputs(inputs: PassInputs) -> NativeInputs:
-    """Return inputs as arrays, which share the tensors' memory where it is contiguous. Snapshots and rows of states are
-    left out."""
+    """Return inputs as arrays, which share the tensors' memory where it is contiguous. `state_rows` are left out.
+
+    Raises ValueError if there are snapshots, which native passes called from Python do not write.
+    """
+    if inputs.snapshots:
+        raise ValueError(f"snapshots={inputs.snapshots}: native passes called from Python write none")
     return NativeInputs(
         input_ids=_array(inputs.input_ids),
         positions=_array(inputs.positions),

@@ -276,6 +276,19 @@ def test_native_states_are_rejected_elsewhere_and_counted(path: Path) -> None:
         feeder.feed({0: [(3, 7)]})
 
 
+def test_states_that_native_passes_cannot_place_are_rejected(path: Path) -> None:
+    """Check that a native feeder rejects snapshots, which it cannot write, and requests other than the first ones,
+    whose states it would write to the rows of others."""
+    feeder = Feeder(load_native(path), num_requests=2)
+    with pytest.raises(ValueError, match=r"snapshots=\(\(0, 1, 5\),\): native passes called from Python write none"):
+        feeder.feed({0: [(1, 0)]}, snapshots=((0, 1, 5),))
+    with pytest.raises(ValueError, match=r"state_rows=\(1,\): native passes take the first requests in order"):
+        feeder.feed({1: [(1, 0)]})
+    assert feeder.cache.native.state_bytes == 0
+    feeder.feed({0: [(1, 0)], 1: [(2, 0)]})
+    assert feeder.cache.native.state_bytes > 0
+
+
 def test_another_position_than_the_next_is_rejected(path: Path) -> None:
     feeder = Feeder(load_model(path, dtype="float64"))
     feeder.feed({0: [(1, 0), (2, 1)]})

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -51,9 +52,11 @@ class Answer:
 class Server:
     """A server process on a free port."""
 
-    def __init__(self, *flags: str, code: str = MAIN, scheme: str = "http") -> None:
+    def __init__(self, *flags: str, code: str = MAIN, certificate: Path | None = None) -> None:
         """Start the server and wait until it has a port. `code`: Python source that the interpreter runs, which must
-        end in the command's `main`. `scheme`: http or https, but the methods send requests over http only."""
+        end in the command's `main`. With `certificate`, which the flags give the server too, requests are sent over
+        https and trust no other certificate."""
+        self._context = None if certificate is None else ssl.create_default_context(cafile=str(certificate))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", "--port", "0", *flags],
@@ -67,6 +70,7 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self._found.wait(START_TIMEOUT), "".join(self.lines)
+        scheme = "http" if certificate is None else "https"
         match = re.search(rf"on {scheme}://127\.0\.0\.1:(\d+)", "".join(self.lines))
         assert match is not None, "".join(self.lines)
         self.port = int(match[1])
@@ -80,11 +84,16 @@ class Server:
                     self._found.set()
         self._found.set()
 
+    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        if self._context is None:
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=timeout, context=self._context)
+
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 120
     ) -> Answer:
         """Send one request on a new connection. A body that is not bytes is sent as JSON."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as connection:
+        with closing(self._connect(timeout)) as connection:
             encoded = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(method, path, encoded, headers or {})
             answer = connection.getresponse()
@@ -113,7 +122,7 @@ class Server:
     @contextmanager
     def streaming(self, path: str = "/v1/completions", **body: Any) -> Iterator[Iterator[Any]]:
         """Yield the events of a stream as they come. Leaving the block closes the connection."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
+        with closing(self._connect(120)) as connection:
             connection.request("POST", path, json.dumps({**body, "stream": True}))
             with closing(connection.getresponse()) as answer:
                 assert answer.status == 200, answer.read()
@@ -201,9 +210,9 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[Any]:
 
 
 @contextmanager
-def serving(*flags: str, code: str = MAIN) -> Iterator[Server]:
-    """Run a server while the block runs."""
-    server = Server(*flags, code=code)
+def serving(*flags: str, code: str = MAIN, certificate: Path | None = None) -> Iterator[Server]:
+    """Run a server while the block runs. Arguments are those of `Server`."""
+    server = Server(*flags, code=code, certificate=certificate)
     try:
         yield server
     finally:

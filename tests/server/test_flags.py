@@ -1,17 +1,13 @@
 """Flags that only a running server can show: TLS, CORS, a path behind a proxy, a file of flags."""
 
-import json
-import ssl
 import subprocess
 import sys
-from contextlib import closing
-from http.client import HTTPSConnection
 from pathlib import Path
 
 import pytest
 from specrs.cli import main
 
-from .harness import Server
+from .harness import serving
 
 
 def test_tls_cors_root_path_and_a_file_of_flags(tmp_path: Path) -> None:
@@ -31,33 +27,23 @@ def test_tls_cors_root_path_and_a_file_of_flags(tmp_path: Path) -> None:
         f"ssl-certfile: {certificate}\nssl-keyfile: {key}\nroot-path: /inner/\nallowed-origins: ['https://a.example']\n"
         "api-key: secret\nmax-num-seqs: 4\n"
     )
-    server = Server("--config", str(flags), "--max-num-seqs", "8", scheme="https")
-    try:
-        context = ssl.create_default_context(cafile=str(certificate))
-
-        def get(path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-            with closing(HTTPSConnection("127.0.0.1", server.port, timeout=60, context=context)) as connection:
-                connection.request(method, path, headers={name.replace("_", "-"): v for name, v in headers.items()})
-                answer = connection.getresponse()
-                return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
-
+    with serving("--config", str(flags), "--max-num-seqs", "8", certificate=certificate) as server:
         key_header = {"Authorization": "Bearer secret"}
-        assert get("/health")[0] == 200
-        assert get("/v1/models")[0] == 401
-        status, headers, body = get("/v1/models", Origin="https://a.example", **key_header)
-        assert status == 200
-        assert [model["id"] for model in json.loads(body)["data"]] == ["one", "two"]
-        assert json.loads(body)["data"][0]["max_model_len"] == 256
-        assert headers["access-control-allow-origin"] == "https://a.example"
-        assert "access-control-allow-origin" not in get("/v1/models", Origin="https://b.example", **key_header)[1]
-        asked = {"Origin": "https://a.example", "Access_Control_Request_Method": "POST"}
-        assert get("/v1/chat/completions", "OPTIONS", **asked)[0] == 200
-        information = json.loads(get("/server_info", **key_header)[2])
+        assert server.get("/health").status == 200
+        assert server.get("/v1/models").status == 401
+        answer = server.get("/v1/models", Origin="https://a.example", **key_header)
+        assert answer.status == 200
+        assert [model["id"] for model in answer.json["data"]] == ["one", "two"]
+        assert answer.json["data"][0]["max_model_len"] == 256
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        other = server.get("/v1/models", Origin="https://b.example", **key_header)
+        assert "access-control-allow-origin" not in other.headers
+        preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        assert server.request("OPTIONS", "/v1/chat/completions", headers=preflight).status == 200
+        information = server.get("/server_info", **key_header).json
         assert information["max_num_seqs"] == 8  # the command line's own
         assert information["enable_prefix_caching"] is False
         assert information["dtype"] in ("bfloat16", "float32")  # the one in use; the flag is auto
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize(

@@ -260,8 +260,6 @@ def test_a_row_does_not_depend_on_the_rows_next_to_it() -> None:
     """Check bit by bit that a row does not depend on other rows: its blocks are counted from position 0, and the number
     of splits depends on sizes alone."""
     alone, together = Pass([[40]]), Pass([span(40, 46)])
-    together.cache, together.table = alone.cache, alone.table
-    together = Pass([span(40, 46)])
     alone.q = together.q[:1]
     alone.cache, alone.table = together.cache, together.table
     assert torch.equal(alone.run(cut(alone, 6, 3))[0], together.run(cut(together, 6, 3))[0])
