@@ -89,8 +89,12 @@ class Asking:
 
 
 class FakeGrammar:
-    """Stands in for the grammar of one sequence. Runs a kernel for the copy of its masks to the device, one packed mask
-    per row, and copies the drafts of a pass to the host. Constrains nothing."""
+    """Stand-in for the grammar of one sequence when kernels are counted. It works on fake tensors only: its masks have
+    no bit set, which would forbid every token.
+
+    `masks` runs one kernel, which stands for the copy of the masks of all rows to the device. `observe` copies the
+    drafts of a pass to the host.
+    """
 
     def __init__(self, words: int, rows: int, all_rows: int) -> None:
         self._words, self._rows, self._all_rows = words, rows, all_rows

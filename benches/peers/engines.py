@@ -42,7 +42,12 @@ def python(engine: str, peers: Path) -> Path:
 
 
 def checkpoint(model: str, peers: Path, fp32_weights: bool = False) -> Path:
-    """Return the folder of `model` in Hugging Face's form, or its only GGUF file."""
+    """Return the path of a model of the benchmarks by its short name, such as `pair-target` or `gemma3-270m`.
+
+    It is a bundled folder, or a folder or GGUF file in `peers`/models, as `CHECKPOINTS` lists it. With `fp32_weights`
+    it is the folder of the bundled model's copy with fp32 weights. Does not check that the path exists. Without
+    `fp32_weights`, raises KeyError for a name that is not listed.
+    """
     if fp32_weights:
         return peers / f"models/pair-fp32-{model.removeprefix('pair-')}"
     bundled = {"pair-target": TARGET, "pair-draft": DRAFT}

@@ -54,7 +54,8 @@ def kv_layers(num_blocks: int = 4, block_size: int = 4, count: int = 1) -> list[
 
 
 def scheduler(**fields: object) -> core.Scheduler:
-    """Return a scheduler whose row state is `state()`."""
+    """Return a scheduler for one request of at most 8 tokens, with 4 blocks of 4 tokens. `fields` replace or add
+    settings. The scheduler holds no row state: `state()` makes arrays that fit the default sizes."""
     settings = {"max_num_seqs": 1, "max_model_len": 8, "num_blocks": 4, "block_size": 4, "max_num_batched_tokens": 4}
     return core.Scheduler(**(settings | fields))  # type: ignore[arg-type]
 

@@ -19,22 +19,23 @@ def malformed(field: str, value: object, allowed: str, *, file: str = "config.js
 
 
 def without_states(config: Any, where: str) -> None:
-    """Raise UnsupportedModelError for a model whose layers have states, in a place that does not serve them. `config`
-    is its ModelConfig, and `where` says what does not."""
+    """Raise UnsupportedModelError if the layers of a model have states. Code that cannot run such models calls this.
+    `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU" or "as a draft model"."""
     if config.delta is not None:
         raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have no states")
 
 
 def without_shared_experts(config: Any, where: str) -> None:
-    """Raise UnsupportedModelError for a model with an expert that every row uses, in a place that does not serve it.
-    `config` is its ModelConfig, and `where` says what does not."""
+    """Raise UnsupportedModelError if a model has an expert that every row uses. Code that cannot run such models calls
+    this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU"."""
     if config.experts is not None and config.experts.shared is not None:
         raise unsupported("architectures", [config.architecture], f"{where}, a model without shared experts")
 
 
 def with_equal_layers(config: Any, where: str) -> None:
-    """Raise UnsupportedModelError for a model whose layers have different sizes, in a place that does not serve them.
-    `config` is its ModelConfig, and `where` says what does not."""
+    """Raise UnsupportedModelError if the layers of a model have different sizes. Code that cannot run such models calls
+    this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU" or "with
+    enable_lora=True"."""
     if config.varied:
         raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have equal sizes")
 

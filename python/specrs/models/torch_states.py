@@ -23,7 +23,8 @@ class State(NamedTuple):
 
 @dataclass(slots=True)
 class DeltaStates:
-    """States of the requests in a batch. Each has a row of its own from its first prompt token to its end."""
+    """States of delta nets for each row of a batch, and snapshots of such states. A row's states stay after its request
+    has ended, until the next request in the row replaces them."""
 
     rows: dict[tuple[int, int], dict[int, State]] = field(default_factory=dict)
     """For each (row, layer) the states at which the next pass may begin, by the number of positions before it."""

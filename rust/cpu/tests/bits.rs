@@ -33,7 +33,9 @@ struct Case {
     seed: u64,
 }
 
-/// Feeds all sequences in passes of random rows, order and masks. Compares them with `alone`.
+/// Feeds all sequences in passes of random rows, in random order and with masked rows between them. Checks that the
+/// logits have the bits of `exact`, which `alone` returned. Masked rows belong to no position and must be finite. Also
+/// checks the most probable ids of some rows against the logits.
 fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case: &Case) {
     let &Case { isa, threads, block_size, most, seed } = case;
     let n = &mut Numbers(seed);

@@ -158,7 +158,11 @@ class CallableHead:
 
     @torch.inference_mode()
     def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the head's input `[N, hidden]` for the target's hidden states `[N, layers, size]`."""
+        """Return the target's hidden states `[N, layers, size]` in the form that `forward` takes as `head_states`,
+        `[N, hidden]` float32.
+
+        An EAGLE-3 head projects the states of its layers together. An MTP head takes the state of one layer as it is.
+        """
         return _floats(self._head.fuse(torch.from_numpy(states)))
 
 

@@ -38,7 +38,12 @@ def load_torch_head(
 
 
 class TorchHeadReader(TorchReader, HeadReader[Tensor, Weight, torch.dtype]):
-    """Fuses and packs the tensors of a head for torch."""
+    """Reader of an EAGLE-3 head's tensors for torch, or of one rank's part of them.
+
+    Projections that share an input become one matrix. All weights are dense, none is quantized. Without an embedding of
+    its own, or with an equal one, the head uses the target's. Without an LM head of its own, it uses its tied embedding
+    or the target's LM head.
+    """
 
     def __init__(self, files: HeadFiles, target: TorchDecoder, ranks: Ranks | None) -> None:
         shard = None if ranks is None else Shard(ranks.rank, ranks.size)

@@ -35,7 +35,8 @@ const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Probe {
     pub(super) row: usize,
-    /// Number of drafts that the request makes, within its cap.
+    /// Number of drafts that the request makes at least in each step of the probe. If its cap in a step is lower, the
+    /// cap counts.
     k: i64,
     pub(super) drafts: u32,
     steps: u32,

@@ -73,9 +73,11 @@ impl Scheduler {
         plan.budget.is_some_and(|budget| budget.merging.is_some()) && plan.chunks.len() >= self.config.max_merged_chunks
     }
 
-    /// Makes room for a new prompt, of which `num_tokens` tokens are not cached. If the step merges its chunks and this
-    /// prompt exceeds the work that it may merge, its chunks get a pass of their own. The plan must have budget left, so
-    /// that no running prompt was passed over.
+    /// Adds a new prompt, of which `num_tokens` tokens are not cached, to the work of a step that merges its chunks. If
+    /// that is more than the step may merge, its chunks get a pass of their own, and the budget gets back the tokens
+    /// that merging withheld. The same happens if the request reports log probabilities, or changes logits by more than
+    /// temperature, top k, top p and min p. Does nothing for other steps. The plan must have budget left, so that no
+    /// running prompt was passed over.
     pub(super) fn admit_chunk(&self, plan: &mut Plan, index: RequestIndex, num_tokens: usize) {
         let Some(budget) = &mut plan.budget else { return };
         let Some(merging) = budget.merging else { return };

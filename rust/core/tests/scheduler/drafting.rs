@@ -383,8 +383,9 @@ fn catch_up_chunks_of_one_step_share_its_budget() {
     driver.run();
 }
 
-/// Runs a request with a prompt of `long` tokens, then seven with 20 each, at C = 64. Returns the number of steps
-/// until each drafts.
+/// Runs a request with a prompt of `long` tokens until it decodes, then adds seven with prompts of 20 tokens. A step
+/// has at most 64 tokens. Returns for each of the eight requests the number of the step in which it first drafts. Only
+/// steps in which all eight decode are counted, from 1. A request that drafts before these has 0.
 fn steps_until_drafting(long: usize) -> Vec<usize> {
     let config = SchedulerConfig {
         num_speculative_tokens: 3,

@@ -237,8 +237,9 @@ impl Device {
         }
     }
 
-    /// Checks that the draft KV that others may read has been written from the start of the text on, if the drafter
-    /// reads hidden states; for other drafters it checks nothing. It judges by the device's state, not the scheduler's.
+    /// Checks the draft KV that other requests may read, if the drafter reads hidden states. It must come from the
+    /// target's hidden states, not from the head's own, and its context must begin at the start of the text. For other
+    /// drafters, checks nothing. It judges by the device's state, not the scheduler's.
     pub(crate) fn check_marks(&self, scheduler: &Scheduler) {
         let marked = |slot: &usize| scheduler.block_pool().has_draft((slot / self.block_size) as i64);
         for slot in (0..self.draft_kv.len()).filter(marked).filter(|_| self.from_hidden) {

@@ -193,7 +193,8 @@ impl<'a> Report<'a> {
         self.results[self.layout.flags.offset + self.index] = flags;
     }
 
-    /// Writes the verified drafts after the accepted ones.
+    /// Writes `drafts`, the verified drafts that were not accepted, into the sequence's tokens in the results. They
+    /// start at column `num_accepted + 1`, after the accepted drafts and the token that the target added to them.
     fn set_rejected(&mut self, num_accepted: usize, drafts: &[i64]) {
         self.tokens(num_accepted + 1, drafts.len()).copy_from_slice(drafts);
     }

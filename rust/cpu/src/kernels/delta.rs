@@ -145,7 +145,8 @@ pub(crate) struct DeltaHead<'a> {
     pub(crate) value: usize,
     /// beta and decay of each row.
     pub(crate) gates: &'a [(f32, f32)],
-    /// Outputs, `[rows, vectors, 16]`.
+    /// Outputs of the head, `[rows, vectors, 16]`. `vectors` is `value_dim / 16`, rounded up. In each row the first
+    /// `value_dim` numbers count.
     pub(crate) out: &'a mut [f32],
     /// Scratch memory, `[key_dim, BLOCK]`.
     pub(crate) scratch: &'a mut [Vector],
