@@ -12,6 +12,7 @@ SPECRS_ISA names another instruction set than the machine's own (`make test-isa`
 import gc
 import os
 import signal
+import sys
 
 import instruction_sets
 
@@ -23,6 +24,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("SPECRS_NUM_THREADS", "1")  # of native passes; tests that want more say so
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub
+# Images of containers often forbid bytecode files: each process that a test starts would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
@@ -31,6 +34,9 @@ from specrs.pair import TARGET
 from specrs.tokenizer import Tokenizer
 
 torch.set_num_threads(1)
+
+# This process keeps the test modules that it compiles, a third of what collecting them takes.
+sys.dont_write_bytecode = False
 
 # Triton's interpreter makes millions of short-lived objects; a collection every 700 of them is a tenth of its time.
 gc.set_threshold(50_000, 20, 50)
@@ -56,6 +62,12 @@ if not GPU:
     import quick_interpreter
 
     quick_interpreter.install()
+
+    from specrs.engine import warm_up
+
+    # Engines that choose K measure the costs of steps at their start: for 2 seconds if torch computes, too long for
+    # tests of texts, which no cost changes.
+    warm_up.SECONDS = warm_up.NATIVE_SECONDS
 
 collect_ignore = [] if GPU else ["gpu"]
 

@@ -37,7 +37,10 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
     A constant of the module stands for its value.
     """
     for path in sorted((ROOT / "python/specrs").rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        source = path.read_text()
+        if not re.search(r"\b(require|missing)\(", source):
+            continue  # most files: parsing all of them takes every worker a second
+        tree = ast.parse(source)
         constants = {
             target.id: node.value
             for node in tree.body

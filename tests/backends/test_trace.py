@@ -209,7 +209,10 @@ def fake_head(folder: Path, target: TorchDecoder) -> Eagle3Head:
     return Eagle3Head(weights)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
+FAMILIES = ["qwen3", "qwen2"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def context(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Context]]:
@@ -311,8 +314,10 @@ def count_ours(watch: Watch) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "logits_mode", "rule"),
-    some(3, KINDS[1:], [LogitsMode.GREEDY, LogitsMode.SAMPLED], ["rejection", "coupled"]),
+    ("logits_mode", "rule", "context", "kind"),
+    some(7, [LogitsMode.GREEDY, LogitsMode.SAMPLED], ["rejection", "coupled"], FAMILIES, KINDS[1:]),
+    indirect=["context"],
+    scope="module",
 )
 def test_other_drafters_stay_on_the_device(
     context: Callable[..., Context], kind: str, logits_mode: LogitsMode, rule: str

@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--speculative-config", default="{}")
     parser.add_argument("--die-once", type=Path)
+    parser.add_argument("--gap-ms", type=float, default=1.0, help="between two chunks")
     parser.add_argument("--broken", action="store_true")
     arguments = parser.parse_args()
     if arguments.broken:
@@ -194,7 +195,7 @@ def main() -> None:
         dies = k > 0 and number == 4 and arguments.die_once is not None and not arguments.die_once.exists()
         if dies:
             arguments.die_once.touch()
-        return Script([1] + [chunk] * 4, end="die" if dies else "done", gap=0.001 * (10 + k))
+        return Script([1] + [chunk] * 4, end="die" if dies else "done", gap=0.001 * arguments.gap_ms)
 
     server = FakeServer(script, k=k, on_death=lambda: os._exit(1))
     web.run_app(server.app(), host="127.0.0.1", port=arguments.port, print=None)

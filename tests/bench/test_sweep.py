@@ -83,7 +83,12 @@ def test_a_server_that_dies_and_the_rest_afterwards(tmp_path: Path, capsys: pyte
 
 def test_interrupted_by_the_user_and_resumed(tmp_path: Path) -> None:
     path = tmp_path / "sweep.parquet"
-    argv = [sys.executable, "-c", "import sys; from specrs.cli import main; sys.exit(main())", *arguments(path)]
+    argv = [
+        sys.executable,
+        "-c",
+        "import sys; from specrs.cli import main; sys.exit(main())",
+        *arguments(path, "--gap-ms", "10"),
+    ]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as sweep:
         assert sweep.stdout is not None
         for line in sweep.stdout:

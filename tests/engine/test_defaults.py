@@ -15,6 +15,7 @@ from hf_reference import generate_all, load
 from specrs import LLM, SamplingParams
 from specrs.backends.cpu import threads as engine_threads
 from specrs.core import CpuDecoder
+from specrs.engine import warm_up
 from specrs.models.native_decoder import NativeDecoder
 from specrs.models.registry import FAMILIES as REGISTRY
 from sweep import some
@@ -54,6 +55,12 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the number of threads to the engine, with two cores to choose from."""
     monkeypatch.delenv(engine_threads.VARIABLE, raising=False)
     monkeypatch.setattr(engine_threads, "physical_cores", lambda: 2)
+
+
+@pytest.fixture
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the costs of steps with one and two sequences only, a tenth of what all sizes take."""
+    monkeypatch.setattr(warm_up, "NATIVE_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +104,7 @@ def test_every_family_is_swept() -> None:
     assert set(FAMILIES) | set(HYBRIDS) | {"gemma4_text"} == {family.model_type for family in REGISTRY.values()}
 
 
+@pytest.mark.usefixtures("short_measurements")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_is_transformers_own(
     kind: str, folders: Callable[[str], tuple[Path, Path]], texts: Callable[[str, str], list[list[int]]]
@@ -105,6 +113,7 @@ def test_a_text_is_transformers_own(
     assert texts(kind, "float32") == generate_all(load(folders(kind)[0]), PROMPTS, TOKENS)
 
 
+@pytest.mark.usefixtures("short_measurements")
 @pytest.mark.parametrize(("kind", "dtype", "drafter"), some(3, KINDS, DTYPES, DRAFTERS))
 def test_drafts_change_no_text(
     kind: str,
@@ -122,6 +131,7 @@ def test_drafts_change_no_text(
     assert llm.stats().draft_tokens > 0 or speculative["num_speculative_tokens"] == "auto"
 
 
+@pytest.mark.usefixtures("short_measurements")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "draft"), [("mistral+window", "mistral"), ("mistral", "mistral+window")])
 def test_a_target_and_a_draft_of_which_one_has_windows(

@@ -2,6 +2,7 @@
 or `field=value: what is wrong; what to do instead`."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -19,9 +20,9 @@ PHRASES = {
 
 def python_strings(source: str) -> list[str]:
     """Return the string literals of Python source but docstrings. Adjacent literals are one string."""
-    tree = ast.parse(source)
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    literals = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    nodes = list(ast.walk(ast.parse(source)))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    literals = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings)
     return [node.value for node in literals if isinstance(node.value, str)]
 
 
@@ -32,6 +33,7 @@ def rust_strings(source: str) -> list[str]:
     return [line for line in joined.splitlines() if '"' in line and not line.lstrip().startswith("//")]
 
 
+@functools.cache
 def strings() -> list[tuple[Path, str]]:
     sources = {ROOT / "python" / "specrs": ("*.py", python_strings), ROOT / "rust": ("*.rs", rust_strings)}
     return [
@@ -43,13 +45,10 @@ def strings() -> list[tuple[Path, str]]:
     ]
 
 
-STRINGS = strings()
-
-
 @pytest.mark.parametrize("phrase", PHRASES)
 def test_messages(phrase: str) -> None:
     pattern = re.compile(rf"\b(?:{phrase})\b")
-    assert [f"{path}: {text.strip()}" for path, text in STRINGS if pattern.search(text)] == [], PHRASES[phrase]
+    assert [f"{path}: {text.strip()}" for path, text in strings() if pattern.search(text)] == [], PHRASES[phrase]
 
 
 def test_strings_are_found() -> None:
