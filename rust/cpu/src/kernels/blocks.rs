@@ -12,7 +12,7 @@ use crate::pass::MAX_TILE_ROWS;
 use by_tiles::{TileRoom, by_tiles};
 use source::{EXPANDED, Expand, Expanded, Ready, with_source};
 use std::ops::Range;
-use vectors::{ByVectors, FewRows, Of};
+use vectors::{ByVectors, FewRows};
 
 /// Repeats a body for each pair of half a block, with a constant that is its index there.
 macro_rules! each_pair {
@@ -119,10 +119,10 @@ fn by_vectors(isa: Isa, w: &Packed, strip: usize, expanded: &mut Expanded, work:
         with_source(isa, w, Expand { strip, first, count, form, out: expanded });
         let (of, work) = (&*expanded, ByVectors { first, count, x, bytes, acc: &mut *acc });
         match (format.halves, format.minima != Minima::None) {
-            (false, false) => isa.run_integers(Of { source: Ready::<false, false> { of, format }, work }),
-            (false, true) => isa.run_integers(Of { source: Ready::<false, true> { of, format }, work }),
-            (true, false) => isa.run_integers(Of { source: Ready::<true, false> { of, format }, work }),
-            (true, true) => isa.run_integers(Of { source: Ready::<true, true> { of, format }, work }),
+            (false, false) => work.run(isa, &Ready::<false, false> { of, format }),
+            (false, true) => work.run(isa, &Ready::<false, true> { of, format }),
+            (true, false) => work.run(isa, &Ready::<true, false> { of, format }),
+            (true, true) => work.run(isa, &Ready::<true, true> { of, format }),
         }
     }
 }

@@ -4,7 +4,6 @@ use super::{Form, PAIRS, RUNS};
 use crate::blocks::{Format, Minima, Packed, SUPER, Scales};
 use crate::isa::{Isa, Kernel, LANES, Simd, Vector};
 use crate::memory::{Bf16, LINE_BYTES, Line};
-use std::marker::PhantomData;
 
 /// Number of blocks that are expanded at once for many rows.
 pub(super) const EXPANDED: usize = 2 * SUPER / crate::blocks::BLOCK;
@@ -40,44 +39,25 @@ pub(super) trait Strip<'a>: Source {
 
 /// Work on strips of `w` in their packed layout.
 pub(super) trait Work {
-    fn run<'a, S: Simd, D: Strip<'a>>(self, s: S, w: &'a Packed);
-}
-
-/// Kernel that does `work` on the strips of one format `D`. One kernel for all formats would take the compiler minutes.
-struct With<'a, D, W> {
-    w: &'a Packed,
-    work: W,
-    strips: PhantomData<D>,
-}
-
-impl<'a, D: Strip<'a>, W: Work> Kernel for With<'a, D, W> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        self.work.run::<S, D>(s, self.w);
-    }
+    /// Does the work. `D` is the type of strips of the format of `w`.
+    fn run<'a, D: Strip<'a>>(self, isa: Isa, w: &'a Packed);
 }
 
 /// Does work on strips of `w` in their packed layout.
 pub(super) fn with_source(isa: Isa, w: &Packed, work: impl Work) {
     let format = w.format();
     match (format.low, format.high, format.halves, format.minima != Minima::None, format.table) {
-        (4, 0, false, false, None) => with::<Direct<'_, 4, 0, false, false>>(isa, w, work),
-        (4, 0, false, true, None) => with::<Direct<'_, 4, 0, false, true>>(isa, w, work),
-        (4, 1, false, false, None) => with::<Direct<'_, 4, 1, false, false>>(isa, w, work),
-        (4, 1, false, true, None) => with::<Direct<'_, 4, 1, false, true>>(isa, w, work),
-        (4, 2, true, false, None) => with::<Direct<'_, 4, 2, true, false>>(isa, w, work),
-        (2, 0, true, true, None) => with::<Direct<'_, 2, 0, true, true>>(isa, w, work),
-        (2, 1, true, false, None) => with::<Direct<'_, 2, 1, true, false>>(isa, w, work),
-        (8, 0, false, false, None) => with::<Direct<'_, 8, 0, false, false>>(isa, w, work),
-        (4, 0, false, false, Some(_)) => with::<Looked<'_>>(isa, w, work),
+        (4, 0, false, false, None) => work.run::<Direct<'_, 4, 0, false, false>>(isa, w),
+        (4, 0, false, true, None) => work.run::<Direct<'_, 4, 0, false, true>>(isa, w),
+        (4, 1, false, false, None) => work.run::<Direct<'_, 4, 1, false, false>>(isa, w),
+        (4, 1, false, true, None) => work.run::<Direct<'_, 4, 1, false, true>>(isa, w),
+        (4, 2, true, false, None) => work.run::<Direct<'_, 4, 2, true, false>>(isa, w),
+        (2, 0, true, true, None) => work.run::<Direct<'_, 2, 0, true, true>>(isa, w),
+        (2, 1, true, false, None) => work.run::<Direct<'_, 2, 1, true, false>>(isa, w),
+        (8, 0, false, false, None) => work.run::<Direct<'_, 8, 0, false, false>>(isa, w),
+        (4, 0, false, false, Some(_)) => work.run::<Looked<'_>>(isa, w),
         _ => unreachable!("no type has this format"),
     }
-}
-
-fn with<'a, D: Strip<'a>>(isa: Isa, w: &'a Packed, work: impl Work) {
-    isa.run_integers(With::<'a, D, _> { w, work, strips: PhantomData });
 }
 
 /// Packed strip with codes of `LOW` bits and `HIGH` further bits.
@@ -292,7 +272,7 @@ impl Expanded {
     }
 }
 
-/// Kernel that expands blocks `first .. first + count` of a strip.
+/// Expansion of blocks `first .. first + count` of a strip.
 pub(super) struct Expand<'a> {
     pub(super) strip: usize,
     pub(super) first: usize,
@@ -302,10 +282,23 @@ pub(super) struct Expand<'a> {
 }
 
 impl Work for Expand<'_> {
+    fn run<'a, D: Strip<'a>>(self, isa: Isa, w: &'a Packed) {
+        isa.run_integers(ExpandStrip { source: D::of(w, self.strip), work: self });
+    }
+}
+
+/// Kernel for an expansion, with the strip as its source.
+struct ExpandStrip<'a, D> {
+    source: D,
+    work: Expand<'a>,
+}
+
+impl<'a, D: Strip<'a>> Kernel for ExpandStrip<'_, D> {
+    type Output = ();
+
     #[inline(always)]
-    fn run<'a, S: Simd, D: Strip<'a>>(self, s: S, w: &'a Packed) {
-        let Self { strip, first, count, form, out } = self;
-        let source = D::of(w, strip);
+    fn run<S: Simd>(self, s: S) {
+        let Self { source, work: Expand { first, count, form, out, .. } } = self;
         for i in 0..count {
             let (block, codes) = (first + i, &mut out.codes[i]);
             match form {

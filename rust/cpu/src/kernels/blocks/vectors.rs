@@ -3,16 +3,99 @@
 use super::source::{Source, Strip, Work};
 use super::{PAIRS, Rows};
 use crate::blocks::Packed;
-use crate::isa::{Kernel, LANES, Simd, Vector};
+use crate::isa::{Isa, Kernel, LANES, Simd, Vector};
 use crate::kernels::rounded::{Pairs, Quads, Rounded};
-use crate::pass::MAX_TILE_ROWS;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Number of blocks ahead of the multiplied one whose codes are prefetched.
 const AHEAD: usize = 8;
 
-/// Adds the products of blocks `first .. first + count` of rows, which are blocks `0 .. count` of the source, to `acc`
-/// `[rows]`.
+/// Work that is compiled for several numbers of rows, each in a function of its own: in one function for all of them,
+/// the compiler takes twice as long.
+trait ByRows {
+    /// Does the work for at most R rows. With `BYTES` four bytes are multiplied at once, otherwise two 16-bit numbers.
+    fn run<const BYTES: bool, const R: usize>(self, isa: Isa);
+}
+
+/// Does work for `rows` rows, at most as many as the instruction set takes at once. Not every number has code of its
+/// own, which would double the time of a build.
+fn by_rows(isa: Isa, bytes: bool, rows: usize, work: impl ByRows) {
+    match (bytes, rows) {
+        (false, 9..) => work.run::<false, 12>(isa),
+        (false, 7..) => work.run::<false, 8>(isa),
+        (false, 5..) => work.run::<false, 6>(isa),
+        (false, 4) => work.run::<false, 4>(isa),
+        (false, 3) => work.run::<false, 3>(isa),
+        (false, 2) => work.run::<false, 2>(isa),
+        (false, _) => work.run::<false, 1>(isa),
+        (true, 9..) => work.run::<true, 12>(isa),
+        (true, 7..) => work.run::<true, 8>(isa),
+        (true, 5..) => work.run::<true, 6>(isa),
+        (true, 4) => work.run::<true, 4>(isa),
+        (true, 3) => work.run::<true, 3>(isa),
+        (true, 2) => work.run::<true, 2>(isa),
+        (true, _) => work.run::<true, 1>(isa),
+    }
+}
+
+/// Returns whether an instruction set takes R rows at once, and with `BYTES` multiplies bytes. Code that it does not
+/// take is not compiled for it.
+const fn takes<S: Simd, const BYTES: bool, const R: usize>() -> bool {
+    R <= S::INTEGER_ROWS && (!BYTES || S::LARGEST_BYTE > 0)
+}
+
+/// Products of few rows with the outputs `outputs`, strip by strip in their packed layout.
+pub(super) struct FewRows<'a> {
+    pub(super) outputs: Range<usize>,
+    pub(super) x: Rounded<'a>,
+    /// Whether four bytes are multiplied at once; otherwise two 16-bit numbers.
+    pub(super) bytes: bool,
+    pub(super) rows: usize,
+    pub(super) y: Rows<'a>,
+}
+
+impl Work for FewRows<'_> {
+    fn run<'a, D: Strip<'a>>(self, isa: Isa, w: &'a Packed) {
+        by_rows(isa, self.bytes, self.rows, FewRowsOf { work: self, w, strips: PhantomData::<D> });
+    }
+}
+
+/// Products of few rows with strips of one format.
+struct FewRowsOf<'a, 'b, D> {
+    work: FewRows<'b>,
+    w: &'a Packed,
+    strips: PhantomData<D>,
+}
+
+impl<'a, D: Strip<'a>> ByRows for FewRowsOf<'a, '_, D> {
+    fn run<const BYTES: bool, const R: usize>(self, isa: Isa) {
+        isa.run_integers(FewRowsKernel::<D, BYTES, R>(self));
+    }
+}
+
+/// Kernel for products of at most R rows with strips of one format.
+struct FewRowsKernel<'a, 'b, D, const BYTES: bool, const R: usize>(FewRowsOf<'a, 'b, D>);
+
+impl<'a, D: Strip<'a>, const BYTES: bool, const R: usize> Kernel for FewRowsKernel<'a, '_, D, BYTES, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        if const { !takes::<S, BYTES, R>() } {
+            unreachable!("{R} rows at once");
+        }
+        let FewRowsOf { work: FewRows { outputs, x, rows, mut y, .. }, w, .. } = self.0;
+        for strip in outputs.start / LANES..outputs.end.div_ceil(LANES) {
+            let mut acc = [[0.0; LANES]; R];
+            tile::<S, D, BYTES, R>(s, &D::of(w, strip), x, (0, x.blocks, 0), &mut acc[..rows]);
+            y.put(&acc[..rows], strip, &outputs);
+        }
+    }
+}
+
+/// Products of blocks `first .. first + count` of rows, which are blocks `0 .. count` of a source that is no packed
+/// strip. They are added to `acc` `[rows]`.
 pub(super) struct ByVectors<'a, 'b> {
     pub(super) first: usize,
     pub(super) count: usize,
@@ -22,75 +105,47 @@ pub(super) struct ByVectors<'a, 'b> {
     pub(super) acc: &'b mut [Vector],
 }
 
-/// Kernel for products of few rows with the outputs `outputs`, strip by strip in their packed layout.
-pub(super) struct FewRows<'a> {
-    pub(super) outputs: Range<usize>,
-    pub(super) x: Rounded<'a>,
-    pub(super) bytes: bool,
-    pub(super) rows: usize,
-    pub(super) y: Rows<'a>,
-}
-
-impl Work for FewRows<'_> {
-    #[inline(always)]
-    fn run<'a, S: Simd, D: Strip<'a>>(self, s: S, w: &'a Packed) {
-        let Self { outputs, x, bytes, rows, mut y } = self;
-        let mut acc = [[0.0; LANES]; MAX_TILE_ROWS];
-        for strip in outputs.start / LANES..outputs.end.div_ceil(LANES) {
-            let acc = &mut acc[..rows];
-            acc.fill([0.0; LANES]);
-            ByVectors { first: 0, count: x.blocks, x, bytes, acc }.multiply(s, &D::of(w, strip));
-            y.put(acc, strip, &outputs);
+impl ByVectors<'_, '_> {
+    /// Computes the products, as many rows at once as the instruction set takes.
+    pub(super) fn run(self, isa: Isa, source: &impl Source) {
+        let Self { first, count, x, bytes, acc } = self;
+        let rows = acc.len();
+        let tiles = rows.div_ceil(isa.integer_rows());
+        for i in 0..tiles {
+            let (row, end) = (i * rows / tiles, (i + 1) * rows / tiles);
+            by_rows(isa, bytes, end - row, OneTile { source, x, at: (first, count, row), acc: &mut acc[row..end] });
         }
     }
 }
 
-/// Kernel for products with a source that is no packed strip.
-pub(super) struct Of<'a, 'b, D> {
-    pub(super) source: D,
-    pub(super) work: ByVectors<'a, 'b>,
+/// Rows of a source that are computed at once, from row `at.2` on: the products with `at.1` blocks, which are the rows'
+/// blocks from `at.0` on.
+struct OneTile<'a, 'b, D> {
+    source: &'b D,
+    x: Rounded<'a>,
+    at: (usize, usize, usize),
+    acc: &'b mut [Vector],
 }
 
-impl<D: Source> Kernel for Of<'_, '_, D> {
+impl<D: Source> ByRows for OneTile<'_, '_, D> {
+    fn run<const BYTES: bool, const R: usize>(self, isa: Isa) {
+        isa.run_integers(OneTileKernel::<D, BYTES, R>(self));
+    }
+}
+
+/// Kernel for at most R rows of a source.
+struct OneTileKernel<'a, 'b, D, const BYTES: bool, const R: usize>(OneTile<'a, 'b, D>);
+
+impl<D: Source, const BYTES: bool, const R: usize> Kernel for OneTileKernel<'_, '_, D, BYTES, R> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        self.work.multiply(s, &self.source);
-    }
-}
-
-impl ByVectors<'_, '_> {
-    #[inline(always)]
-    fn multiply<S: Simd, D: Source>(self, s: S, source: &D) {
-        if S::LARGEST_BYTE > 0 && self.bytes {
-            self.tiles::<S, D, true>(s, source);
-        } else {
-            self.tiles::<S, D, false>(s, source);
+        if const { !takes::<S, BYTES, R>() } {
+            unreachable!("{R} rows at once");
         }
-    }
-
-    /// Divides the rows into tiles.
-    #[inline(always)]
-    fn tiles<S: Simd, D: Source, const BYTES: bool>(self, s: S, source: &D) {
-        let Self { first, count, x, acc, .. } = self;
-        let rows = acc.len();
-        let tiles = rows.div_ceil(S::INTEGER_ROWS);
-        for i in 0..tiles {
-            let (row, end) = (i * rows / tiles, (i + 1) * rows / tiles);
-            let (acc, at) = (&mut acc[row..end], (first, count, row));
-            // Arms of more rows than an instruction set takes at once are not compiled for it. Not every number has an
-            // arm: code for each would double the time of a build.
-            match end - row {
-                9.. if S::INTEGER_ROWS >= 12 => tile::<S, D, BYTES, 12>(s, source, x, at, acc),
-                7.. if S::INTEGER_ROWS >= 8 => tile::<S, D, BYTES, 8>(s, source, x, at, acc),
-                5.. if S::INTEGER_ROWS >= 6 => tile::<S, D, BYTES, 6>(s, source, x, at, acc),
-                4 if S::INTEGER_ROWS >= 4 => tile::<S, D, BYTES, 4>(s, source, x, at, acc),
-                3 if S::INTEGER_ROWS >= 3 => tile::<S, D, BYTES, 3>(s, source, x, at, acc),
-                2 if S::INTEGER_ROWS >= 2 => tile::<S, D, BYTES, 2>(s, source, x, at, acc),
-                _ => tile::<S, D, BYTES, 1>(s, source, x, at, acc),
-            }
-        }
+        let OneTile { source, x, at, acc } = self.0;
+        tile::<S, D, BYTES, R>(s, source, x, at, acc);
     }
 }
 
