@@ -168,8 +168,8 @@ SHORT = {"dtype": "float64", "max_model_len": 128, "device": "cpu", "max_num_bat
 
 @pytest.fixture(scope="module")
 def undrafted() -> list[list[int]]:
-    """Token ids for `SAMPLED[:2]` and `GRAMMAR`, generated without a drafter. With `coupled`, no drafter changes
-    them."""
+    """Token ids of all completions of `PROMPTS` with `SAMPLED[:2]`, then with `GRAMMAR`, generated without a drafter.
+    With `coupled`, no drafter changes them."""
     return token_ids(LLM(**SHORT))
 
 

@@ -73,11 +73,12 @@ impl Scheduler {
         plan.budget.is_some_and(|budget| budget.merging.is_some()) && plan.chunks.len() >= self.config.max_merged_chunks
     }
 
-    /// Adds a new prompt, of which `num_tokens` tokens are not cached, to the work of a step that merges its chunks. If
-    /// that is more than the step may merge, its chunks get a pass of their own, and the budget gets back the tokens
-    /// that merging withheld. The same happens if the request reports log probabilities, or changes logits by more than
-    /// temperature, top k, top p and min p. Does nothing for other steps. The plan must have budget left, so that no
-    /// running prompt was passed over.
+    /// Counts a new prompt, of which `num_tokens` tokens are not cached, in the work of a step that merges its chunks.
+    /// The work is all running and new prompts: their number, and their tokens that no earlier step computes. If it
+    /// does not fit into `max_merged_steps` merged steps, the chunks of this step get a pass of their own, and the
+    /// budget gets back the tokens that merging withheld. The same happens if the request reports log probabilities, or
+    /// changes logits by more than temperature, top k, top p and min p. Does nothing for other steps. The plan must
+    /// have budget left, so that no running prompt was passed over.
     pub(super) fn admit_chunk(&self, plan: &mut Plan, index: RequestIndex, num_tokens: usize) {
         let Some(budget) = &mut plan.budget else { return };
         let Some(merging) = budget.merging else { return };
