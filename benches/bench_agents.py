@@ -133,7 +133,9 @@ def main() -> None:
                 if figures.draft_tokens
             }
             row = {"speedup": statistics.median(ratios), "speedups": ratios, "drafted_and_accepted": drafters}
-            row["tokens_per_second"] = llm.stats().generation_tokens / sum(seconds[name] for seconds in rounds)
+            stats = llm.stats()
+            row["tokens_per_second"] = stats.generation_tokens / sum(seconds[name] for seconds in rounds)
+            row["tokens_per_pass"] = stats.generation_tokens / stats.target_passes
             found.setdefault(workload, {})[name] = row
             print(f"{workload:8} {name:8} {row['tokens_per_second']:8.1f} tokens/s {row['speedup']:.2f}x {drafters}")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Memory of this process, as Linux tells it."""
+"""Memory of this process, as Linux reports it."""
 
 from __future__ import annotations
 

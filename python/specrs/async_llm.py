@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from specrs.config import EngineConfig
+from specrs.engine.heap import end_loading
 from specrs.engine.intake import Intake, take_grammar
 from specrs.engine.loop import EngineLoop, Group, Updates
 from specrs.engine.tokenizer import load_tokenizer
@@ -137,6 +138,7 @@ class AsyncLLM:
         from specrs.engine.build import build_engine
 
         self._take(build_engine(config), tokenizer)
+        end_loading(tokenizer)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> AsyncLLM:

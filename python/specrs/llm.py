@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from specrs.config import EngineConfig
+from specrs.engine.heap import end_loading
 from specrs.engine.intake import Intake, take_grammar
 from specrs.engine.output_builder import OutputBuilder
 from specrs.engine.tokenizer import load_tokenizer
@@ -76,6 +77,7 @@ class LLM:
         from specrs.engine.build import build_engine
 
         self._take(build_engine(config), tokenizer)
+        end_loading(tokenizer)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> LLM:

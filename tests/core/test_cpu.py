@@ -134,6 +134,38 @@ def test_heads_that_cannot_be_read(fields: dict[str, object], message: str) -> N
         weights(layers=layer_with("qkv", [(wide, None)]), head=head(**fields))
 
 
+MTP = {"target_layers": 1, "fc": head()["fc"], "embedding_norm": np.ones(HIDDEN, np.float32)}
+MTP |= {"hidden_norm": np.ones(HIDDEN, np.float32), "target_ids": list(range(VOCAB))}
+ASSISTANT = {"target_layers": 1, "state_size": HIDDEN, "pre": head()["fc"], "target_ids": list(range(VOCAB))}
+ASSISTANT |= {"post": [(np.zeros((HIDDEN, HIDDEN), np.float32), None)]}
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"mtp": MTP, "layers": arrays()["layers"] * 2}, "^layers=2 layers: must be 1 in a head$"),
+        ({"mtp": MTP, "layers": []}, "^layers=0 layers: must be 1 in a head$"),
+        ({"assistant": ASSISTANT}, r"^layers\[0\].source=none: must be a layer of the target$"),
+        (
+            {"mtp": MTP, "assistant": ASSISTANT},
+            "^head, mtp and assistant: two of them are given; leave out all but one$",
+        ),
+    ],
+)
+def test_layers_that_a_head_does_not_have(others: dict[str, object], message: str) -> None:
+    weights(mtp=MTP)
+    with pytest.raises(InvalidBufferError, match=message):
+        weights(**others)
+
+
+def test_an_eagle3_head_without_a_norm_of_embeddings() -> None:
+    (layer,) = layer_with("qkv", [(np.zeros((16, 2 * HIDDEN), np.float32), None)])
+    with pytest.raises(
+        InvalidBufferError, match=r"^layers\[0\].input_norm=none: must be the norm of a head's embeddings$"
+    ):
+        weights(layers=[{**layer, "input_norm": None}], head=head())
+
+
 def test_negative_sizes_and_missing_tensors() -> None:
     with pytest.raises(InvalidConfigError, match=r"^vocab_size=-1: must be"):
         weights(vocab_size=-1)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 from process_memory import status
-from specrs.engine.heap import trim_heap
+from specrs.engine.heap import end_loading, trim_heap
+from specrs.errors import CheckpointError
+from specrs.tokenizer import Tokenizer
 
 has_glibc = sys.platform == "linux" and "libc.so.6" in Path("/proc/self/maps").read_text()
 
@@ -22,3 +25,25 @@ def test_freed_objects_below_a_used_one_are_given_back() -> None:
     trim_heap()
     assert status("RssAnon") < before - (32 << 20)
     assert len(last) == 4000
+
+
+def test_the_decoder_is_made_by_the_end_of_loading() -> None:
+    """Check that the first request finds the decoder, and that a tokenizer without one ends its loading as well."""
+
+    class Counted:
+        made = 0
+
+        def __init__(self, fault: CheckpointError | None = None) -> None:
+            self._fault = fault
+
+        @property
+        def decoder(self) -> object:
+            self.made += 1
+            if self._fault is not None:
+                raise self._fault
+            return object()
+
+    for tokenizer in (Counted(), Counted(CheckpointError("no decoder"))):
+        end_loading(cast(Tokenizer, tokenizer))
+        assert tokenizer.made == 1
+    end_loading(None)

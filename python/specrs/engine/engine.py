@@ -27,12 +27,10 @@ from specrs.core import (
 from specrs.drafters.base import DrafterCounts
 from specrs.engine.constraints import reject_exclusive
 from specrs.engine.faults import HOST_KINDS, DraftFaults
-from specrs.engine.heap import trim_heap
 from specrs.engine.parts import EngineParts, Watch
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.token_logprobs import token_entries
 from specrs.errors import (
-    CheckpointError,
     EngineDeadError,
     EngineError,
     SpecrsError,
@@ -119,16 +117,9 @@ class Engine:
         return self.ring.depth
 
     def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Make requests that are added later also end at the tokenizer's eos token. Mutates `limits`.
-
-        The decoder is made now, and the heap trimmed: the first request would add to the memory that loading has freed.
-        """
+        """Make requests that are added later also end at the tokenizer's eos token. Mutates `limits`."""
         ends = end_ids(self.limits.eos_token_ids, tokenizer, self.limits.vocab_size)
         self.limits = replace(self.limits, eos_token_ids=ends)
-        if tokenizer is not None:
-            with contextlib.suppress(CheckpointError):  # raised again for a request that wants text
-                _ = tokenizer.decoder
-        trim_heap()
 
     def add_request(self, request: Request) -> None:
         """Queue a request.

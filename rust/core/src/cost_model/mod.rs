@@ -168,11 +168,11 @@ impl CostModel {
         }
         let deepest = self.ks[self.ks.len() - 1];
         if k > deepest || (k > 0 && k < self.ks[1]) {
-            return Err(Error::invalid_config(
-                "k",
-                k,
-                format!("0, or from {} to {deepest}, the range of the grid", self.ks[1]),
-            ));
+            let allowed = match self.ks.get(1) {
+                Some(first) => format!("0, or from {first} to {deepest}, the range of the grid"),
+                None => "0, the only K of the grid".to_owned(),
+            };
+            return Err(Error::invalid_config("k", k, allowed));
         }
         check_ms("ms", ms)?;
         if !(weight > 0.0 && weight <= 1.0) {

@@ -193,6 +193,8 @@ fn wrong_input_is_named() {
         assert!(model.observe(batch, k, ms, weight).is_err());
         assert_eq!(model, before);
     }
+    let error = CostModel::new(&[1], &[0], &[1.0]).unwrap().observe(1, 1, 1.0, 0.5).unwrap_err();
+    assert!(error.to_string().contains("k=1: must be 0, the only K of the grid"), "{error}");
     for lengths in [&[0.9][..], &[2.1], &[1.5, f64::NAN], &[1.5, 3.5]] {
         assert!(model.best_k(2, lengths).is_err());
         assert!(model.last_paying_k(2, lengths).is_err());

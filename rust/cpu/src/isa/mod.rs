@@ -139,7 +139,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     /// Returns [`sum`](Self::sum) of each vector.
     fn sums8(self, v: [Self::V; 8]) -> [f32; 8];
 
-    /// Number of rows whose products with integer weights are computed at once; the number of registers limits it.
+    /// Number of rows whose products with integer weights are computed at once; the number of registers limits it. One
+    /// of the numbers that products of few rows have code for.
     const INTEGER_ROWS: usize;
     /// Number of integer sums that have to be accumulated side by side, so that products follow each other without
     /// waiting.

@@ -84,8 +84,8 @@ pub(crate) struct Attend<'a, T, K> {
 }
 
 impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
-    /// Runs the attention. Only the groups are compiled for every instruction set, each once: with the walk over blocks
-    /// around them, they would be compiled for every kind of cache, too.
+    /// Runs the attention. Only [`Group`] is compiled for every instruction set, once for each type of element.
+    /// Gathering and the final division are not. With blocks of a multiple of 16 positions nothing is gathered.
     pub(crate) fn run(self, isa: Isa) {
         let (dim, heads, rows) = (self.head_dim, self.heads, self.positions.len());
         let vectors = dim.div_ceil(LANES);

@@ -94,13 +94,13 @@ impl HeadWeights {
     pub(super) fn check(self, shape: &ModelShape, layers: &[LayerWeights], num_ids: usize) -> Result<Head> {
         match self {
             Self::Eagle3(weights) => {
-                if one(layers)?.input_norm.is_none() {
+                if only_layer(layers)?.input_norm.is_none() {
                     return Err(Error::invalid("layers[0].input_norm", "none", "the norm of a head's embeddings"));
                 }
                 weights.check(shape, num_ids)
             }
             Self::Mtp(weights) => {
-                one(layers)?;
+                only_layer(layers)?;
                 weights.check(shape, num_ids)
             }
             Self::Assistant(weights) => {
@@ -113,8 +113,8 @@ impl HeadWeights {
     }
 }
 
-/// Returns the only layer.
-fn one(layers: &[LayerWeights]) -> Result<&LayerWeights> {
+/// Returns the only layer, or an error unless there is exactly one.
+fn only_layer(layers: &[LayerWeights]) -> Result<&LayerWeights> {
     let [layer] = layers else {
         return Err(Error::invalid("layers", format!("{} layers", layers.len()), "1 in a head"));
     };

@@ -1,4 +1,4 @@
-//! Weights of a decoder or of a drafting head, and the checks of their shapes. Computes nothing.
+//! Weights of a decoder or of a drafting head, and the checks of what both have. Computes nothing.
 
 use crate::blocks::Packed;
 use crate::error::{Error, Result, check_len};
@@ -154,9 +154,9 @@ impl Weights {
         Ok(Self { target_ids: Some(target_ids), ..made })
     }
 
-    /// Makes the weights of a head that drafts from a target's hidden states. `layers` are the head's own, and
-    /// `embedding` is `[vocab, hidden]`, or for an assistant the target's with the target's hidden size. `lm_head` has
-    /// an output for each id that the head drafts, in their order, or more.
+    /// Makes the weights of a head that drafts from a target's hidden states. `layers` are the head's own. `embedding`
+    /// is `[vocab, hidden]`, or for an assistant the target's, with the target's hidden size. `lm_head` has exactly one
+    /// output for each id that an EAGLE-3 head drafts, and at least one for each id of the other heads, in their order.
     ///
     /// # Errors
     /// If a size is impossible, a tensor does not match the others, or a layer is not of the kind that the head has.

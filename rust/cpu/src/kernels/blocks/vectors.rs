@@ -11,37 +11,35 @@ use std::ops::Range;
 /// Number of blocks ahead of the multiplied one whose codes are prefetched.
 const AHEAD: usize = 8;
 
-/// Work that is compiled for several numbers of rows, each in a function of its own: in one function for all of them,
-/// the compiler takes twice as long.
-trait ByRows {
+/// Work that is compiled for several numbers of rows, each in a function of its own: one function for all of them takes
+/// the compiler much longer.
+trait ByRows: Sized {
     /// Does the work for at most R rows. With `BYTES` four bytes are multiplied at once, otherwise two 16-bit numbers.
     fn run<const BYTES: bool, const R: usize>(self, isa: Isa);
-}
 
-/// Does work for `rows` rows, at most as many as the instruction set takes at once. Not every number has code of its
-/// own, which would double the time of a build.
-fn by_rows(isa: Isa, bytes: bool, rows: usize, work: impl ByRows) {
-    match (bytes, rows) {
-        (false, 9..) => work.run::<false, 12>(isa),
-        (false, 7..) => work.run::<false, 8>(isa),
-        (false, 5..) => work.run::<false, 6>(isa),
-        (false, 4) => work.run::<false, 4>(isa),
-        (false, 3) => work.run::<false, 3>(isa),
-        (false, 2) => work.run::<false, 2>(isa),
-        (false, _) => work.run::<false, 1>(isa),
-        (true, 9..) => work.run::<true, 12>(isa),
-        (true, 7..) => work.run::<true, 8>(isa),
-        (true, 5..) => work.run::<true, 6>(isa),
-        (true, 4) => work.run::<true, 4>(isa),
-        (true, 3) => work.run::<true, 3>(isa),
-        (true, 2) => work.run::<true, 2>(isa),
-        (true, _) => work.run::<true, 1>(isa),
+    fn run_with<const R: usize>(self, isa: Isa, bytes: bool) {
+        if bytes { self.run::<true, R>(isa) } else { self.run::<false, R>(isa) }
     }
 }
 
-/// Returns whether an instruction set takes R rows at once, and with `BYTES` multiplies bytes. Code that it does not
-/// take is not compiled for it.
+/// Does work for `rows` rows, at most as many as the instruction set takes at once. Not every number has code of its
+/// own, because builds would take longer.
+fn by_rows(isa: Isa, bytes: bool, rows: usize, work: impl ByRows) {
+    match rows {
+        9.. => work.run_with::<12>(isa, bytes),
+        7.. => work.run_with::<8>(isa, bytes),
+        5.. => work.run_with::<6>(isa, bytes),
+        4 => work.run_with::<4>(isa, bytes),
+        3 => work.run_with::<3>(isa, bytes),
+        2 => work.run_with::<2>(isa, bytes),
+        _ => work.run_with::<1>(isa, bytes),
+    }
+}
+
+/// Returns whether an instruction set takes R rows at once, and with `BYTES` multiplies bytes. Kernels are empty for
+/// combinations that it does not take.
 const fn takes<S: Simd, const BYTES: bool, const R: usize>() -> bool {
+    assert!(matches!(S::INTEGER_ROWS, 1 | 2 | 3 | 4 | 6 | 8 | 12), "by_rows has code for INTEGER_ROWS");
     R <= S::INTEGER_ROWS && (!BYTES || S::LARGEST_BYTE > 0)
 }
 
