@@ -126,14 +126,13 @@ def main() -> None:
             llm.reset_stats()
         rounds = [measure(engines, asked) for _ in range(args.rounds)]
         for name, llm in engines.items():
-            ratios = [seconds["plain"] / seconds[name] for seconds in rounds]
+            ratios, stats = [seconds["plain"] / seconds[name] for seconds in rounds], llm.stats()
             drafters = {
                 method: [figures.draft_tokens, figures.accepted_tokens]
-                for method, figures in llm.stats().drafters.items()
+                for method, figures in stats.drafters.items()
                 if figures.draft_tokens
             }
             row = {"speedup": statistics.median(ratios), "speedups": ratios, "drafted_and_accepted": drafters}
-            stats = llm.stats()
             row["tokens_per_second"] = stats.generation_tokens / sum(seconds[name] for seconds in rounds)
             row["tokens_per_pass"] = stats.generation_tokens / stats.target_passes
             found.setdefault(workload, {})[name] = row

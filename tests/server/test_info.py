@@ -1,4 +1,4 @@
-"""What the server tells of itself, and messages without the keys that no template reads."""
+"""The number of ranks in `GET /server_info`, and chat messages without marks of the prefix cache."""
 
 from __future__ import annotations
 

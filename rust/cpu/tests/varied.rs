@@ -6,7 +6,7 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    Activation, Addition, AssistantWeights, Decoder, Entries, Experts, HeadStates, Isa, KvCache, KvShape,
+    Activation, Addition, AssistantWeights, Decoder, Entries, Experts, HeadStates, HeadWeights, Isa, KvCache, KvShape,
     LayerEmbedding, LayerSizes, LayerWeights, Linear, Memory, MemoryMut, Mlp, ModelShape, Output, ParallelMlp, Part,
     Pass, Pool, QkNorm, Rotation, RouterScales, Values, ValuesMut, VariedLayer, Weights,
 };
@@ -235,12 +235,12 @@ fn assistant(places: [usize; 2]) -> specrs_cpu::Result<Weights> {
     }
     let (embedding, final_norm) = (draw(n, VOCAB * STATE, 1.0, 0.0), draw(n, SHAPE.hidden_size, 0.3, 1.0));
     let head = linear(n, SHAPE.hidden_size, VOCAB);
-    let own = AssistantWeights {
+    let own = HeadWeights::Assistant(AssistantWeights {
         target_layers: 5,
         pre: linear(n, 2 * STATE, SHAPE.hidden_size),
         post: linear(n, SHAPE.hidden_size, STATE),
         target_ids: (0..VOCAB as i64).collect(),
-    };
+    });
     let frequencies = (0..SHAPE.head_dim / 2).map(|i| 0.5_f32.powi(i as i32)).collect();
     let rotation = |pairs: usize| Rotation { frequencies: vec![0.4; pairs], magnitude: 1.0 };
     Weights::head(SHAPE, embedding, layers, &final_norm, head, frequencies, own)?

@@ -489,11 +489,11 @@ impl CpuWeights {
                 })
             })
             .transpose()?;
-        let head: Option<HeadWeights> = match (head, mtp, assistant) {
+        let head = match (head, mtp, assistant) {
             (None, None, None) => None,
-            (Some(head), None, None) => Some(head.weights()?.into()),
-            (None, Some(mtp), None) => Some(mtp.weights(shape.hidden_size)?.into()),
-            (None, None, Some(assistant)) => Some(assistant.weights(shape.hidden_size)?.into()),
+            (Some(head), None, None) => Some(HeadWeights::Eagle3(head.weights()?)),
+            (None, Some(mtp), None) => Some(HeadWeights::Mtp(mtp.weights(shape.hidden_size)?)),
+            (None, None, Some(assistant)) => Some(HeadWeights::Assistant(assistant.weights(shape.hidden_size)?)),
             _ => {
                 let message = "head, mtp and assistant: two of them are given; leave out all but one".to_owned();
                 return Err(Class::InvalidBuffer.error(py, message));

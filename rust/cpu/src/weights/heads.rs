@@ -71,24 +71,6 @@ pub enum HeadWeights {
     Assistant(AssistantWeights),
 }
 
-impl From<Eagle3Weights> for HeadWeights {
-    fn from(weights: Eagle3Weights) -> Self {
-        Self::Eagle3(weights)
-    }
-}
-
-impl From<MtpWeights> for HeadWeights {
-    fn from(weights: MtpWeights) -> Self {
-        Self::Mtp(weights)
-    }
-}
-
-impl From<AssistantWeights> for HeadWeights {
-    fn from(weights: AssistantWeights) -> Self {
-        Self::Assistant(weights)
-    }
-}
-
 impl HeadWeights {
     /// Checks the weights against the head's `shape`, its layers, and the number of outputs of its LM head.
     pub(super) fn check(self, shape: &ModelShape, layers: &[LayerWeights], num_ids: usize) -> Result<Head> {

@@ -167,10 +167,10 @@ impl Weights {
         final_norm: &Values,
         lm_head: Linear,
         frequencies: Vec<f32>,
-        head: impl Into<HeadWeights>,
+        head: HeadWeights,
     ) -> Result<Self> {
         lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
-        let head = head.into().check(&shape, &layers, lm_head.outputs())?;
+        let head = head.check(&shape, &layers, lm_head.outputs())?;
         Self::build(shape, embedding, layers, final_norm, lm_head, frequencies, Some(head))
     }
 

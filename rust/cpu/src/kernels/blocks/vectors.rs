@@ -13,12 +13,33 @@ const AHEAD: usize = 8;
 
 /// Work that is compiled for several numbers of rows, each in a function of its own: one function for all of them takes
 /// the compiler much longer.
-trait ByRows: Sized {
+trait ByRows {
     /// Does the work for at most R rows. With `BYTES` four bytes are multiplied at once, otherwise two 16-bit numbers.
-    fn run<const BYTES: bool, const R: usize>(self, isa: Isa);
+    /// Implementations are `#[inline(always)]`, as those of [`Kernel::run`] are.
+    fn run<S: Simd, const BYTES: bool, const R: usize>(self, s: S);
+}
 
-    fn run_with<const R: usize>(self, isa: Isa, bytes: bool) {
-        if bytes { self.run::<true, R>(isa) } else { self.run::<false, R>(isa) }
+/// Kernel that does `W` for at most R rows.
+struct ForRows<W, const BYTES: bool, const R: usize>(W);
+
+impl<W: ByRows, const BYTES: bool, const R: usize> Kernel for ForRows<W, BYTES, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        if const { !takes::<S, BYTES, R>() } {
+            unreachable!("{R} rows at once");
+        }
+        self.0.run::<S, BYTES, R>(s);
+    }
+}
+
+/// Does work for at most R rows.
+fn for_rows<const R: usize>(isa: Isa, bytes: bool, work: impl ByRows) {
+    if bytes {
+        isa.run_integers(ForRows::<_, true, R>(work));
+    } else {
+        isa.run_integers(ForRows::<_, false, R>(work));
     }
 }
 
@@ -26,13 +47,13 @@ trait ByRows: Sized {
 /// own, because builds would take longer.
 fn by_rows(isa: Isa, bytes: bool, rows: usize, work: impl ByRows) {
     match rows {
-        9.. => work.run_with::<12>(isa, bytes),
-        7.. => work.run_with::<8>(isa, bytes),
-        5.. => work.run_with::<6>(isa, bytes),
-        4 => work.run_with::<4>(isa, bytes),
-        3 => work.run_with::<3>(isa, bytes),
-        2 => work.run_with::<2>(isa, bytes),
-        _ => work.run_with::<1>(isa, bytes),
+        9.. => for_rows::<12>(isa, bytes, work),
+        7.. => for_rows::<8>(isa, bytes, work),
+        5.. => for_rows::<6>(isa, bytes, work),
+        4 => for_rows::<4>(isa, bytes, work),
+        3 => for_rows::<3>(isa, bytes, work),
+        2 => for_rows::<2>(isa, bytes, work),
+        _ => for_rows::<1>(isa, bytes, work),
     }
 }
 
@@ -67,23 +88,9 @@ struct FewRowsOf<'a, 'b, D> {
 }
 
 impl<'a, D: Strip<'a>> ByRows for FewRowsOf<'a, '_, D> {
-    fn run<const BYTES: bool, const R: usize>(self, isa: Isa) {
-        isa.run_integers(FewRowsKernel::<D, BYTES, R>(self));
-    }
-}
-
-/// Kernel for products of at most R rows with strips of one format.
-struct FewRowsKernel<'a, 'b, D, const BYTES: bool, const R: usize>(FewRowsOf<'a, 'b, D>);
-
-impl<'a, D: Strip<'a>, const BYTES: bool, const R: usize> Kernel for FewRowsKernel<'a, '_, D, BYTES, R> {
-    type Output = ();
-
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        if const { !takes::<S, BYTES, R>() } {
-            unreachable!("{R} rows at once");
-        }
-        let FewRowsOf { work: FewRows { outputs, x, rows, mut y, .. }, w, .. } = self.0;
+    fn run<S: Simd, const BYTES: bool, const R: usize>(self, s: S) {
+        let Self { work: FewRows { outputs, x, rows, mut y, .. }, w, .. } = self;
         for strip in outputs.start / LANES..outputs.end.div_ceil(LANES) {
             let mut acc = [[0.0; LANES]; R];
             tile::<S, D, BYTES, R>(s, &D::of(w, strip), x, (0, x.blocks, 0), &mut acc[..rows]);
@@ -126,24 +133,9 @@ struct OneTile<'a, 'b, D> {
 }
 
 impl<D: Source> ByRows for OneTile<'_, '_, D> {
-    fn run<const BYTES: bool, const R: usize>(self, isa: Isa) {
-        isa.run_integers(OneTileKernel::<D, BYTES, R>(self));
-    }
-}
-
-/// Kernel for at most R rows of a source.
-struct OneTileKernel<'a, 'b, D, const BYTES: bool, const R: usize>(OneTile<'a, 'b, D>);
-
-impl<D: Source, const BYTES: bool, const R: usize> Kernel for OneTileKernel<'_, '_, D, BYTES, R> {
-    type Output = ();
-
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        if const { !takes::<S, BYTES, R>() } {
-            unreachable!("{R} rows at once");
-        }
-        let OneTile { source, x, at, acc } = self.0;
-        tile::<S, D, BYTES, R>(s, source, x, at, acc);
+    fn run<S: Simd, const BYTES: bool, const R: usize>(self, s: S) {
+        tile::<S, D, BYTES, R>(s, self.source, self.x, self.at, self.acc);
     }
 }
 
