@@ -23,7 +23,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 35
 """Words above which a sentence counts as long."""
-BANNED = ("Of", "Those", "That", "The same", "Like", "As", "See", "Likewise")
+BANNED = ("Of", "Those", "That", "The same", "Like", "As", "See", "Likewise", "What")
 """Words with which no docstring starts: each refers to something that the docstring itself does not name."""
 CODE = ("python", "kernels", "tests", "benches", "scripts", "examples", "rust", "fuzz")
 """Folders whose docstrings and Rust doc comments are checked."""

@@ -1,4 +1,4 @@
-"""What the extension exports: names, classes, stubs, and what importing it costs."""
+"""Exports of the extension: names, classes, stubs, and what importing it costs."""
 
 import ast
 import os

@@ -22,7 +22,7 @@ pub enum FolderError {
     Refused {
         /// The folder or file.
         path: String,
-        /// What is wrong with the folder, and how to fix it.
+        /// Fault of the folder, and how to fix it.
         reason: String,
     },
     /// The system refused an operation.

@@ -1,4 +1,4 @@
-//! What the scheduler has to know of a drafter: what it needs before it drafts, and which part of its KV is valid after
+//! Facts about a drafter for the scheduler: its needs before it drafts, and which part of its KV is valid after
 //! an iteration. Runs no drafter on a device.
 
 mod host;

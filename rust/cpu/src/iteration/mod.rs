@@ -59,7 +59,7 @@ pub struct Counts {
     pub draft_passes: usize,
 }
 
-/// What a request needs besides its tokens: changed logits, or log probabilities.
+/// Needs of a request besides its tokens: changed logits, or log probabilities.
 #[derive(Clone, Copy, Debug, Default)]
 struct Asked {
     /// Whether masks, biases or penalties may change the request's logits.

@@ -13,7 +13,7 @@ pub(super) type NodeIndex = u32;
 /// Root node, which stands for the empty substring.
 pub(super) const ROOT: NodeIndex = 0;
 
-/// What is below a node: text, one child, or a family of children.
+/// Content below a node: text, one child, or a family of children.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Below {
     Nothing,
