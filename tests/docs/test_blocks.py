@@ -127,13 +127,16 @@ def test_json(block: str) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("python") if "start.md" not in str(block.id)])
-def test_python(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python(
+    block: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "from ray" in block:
         _is_there(block)
         return
     for model, path in (("Qwen/Qwen3-1.7B", pair.TARGET), ("Qwen/Qwen3-0.6B", pair.DRAFT)):
         block = block.replace(model, str(path))
     draft = block.replace('{"model": "..."', f'{{"model": "{pair.DRAFT}"').replace('"..."', f'"{pair.TARGET}"')
+    monkeypatch.chdir(tmp_path)  # blocks may write files
     names: dict[str, Any] = {}
     exec("from specrs import LLM, AsyncLLM, SamplingParams", names)
     body = compile(draft, "block", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
