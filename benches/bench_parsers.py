@@ -1,14 +1,16 @@
 """Cost of the parsers of tool calls and reasoning in a server's step: microseconds for many streams at once.
 
-    python benches/bench_parsers.py [--streams 256] [--characters 4] [--rounds 5] [--formats hermes qwen3_coder]
-        [--out FILE]
+    python benches/bench_parsers.py [--streams 256] [--rounds 5] [--formats hermes qwen3_coder] [--out FILE]
 
-Every stream has a parser of its own and reads the same text. A step gives each of them the next piece, about a token.
+Every stream has a parser of its own and reads the same text. A step gives each of them the next piece, about a token:
+a word with the space before it, at most six letters, or a sign.
 
 - content: a text without calls, by a tool parser
 - call: a call of a function with the code of a file, by a tool parser
 - reader: a text without calls, by the server's `MessageReader` with a reasoning parser and the tool parser
 - reasoning: reasoning, by a reasoning parser
+
+The reader of the parser "none" has no parsers: what a reader of another name takes longer is the cost of its parsers.
 
 Figures are medians over rounds: processor time of a step, and of one piece of one stream.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -85,6 +88,7 @@ CALLS = {
 """A call by the name of its tool parser."""
 OPENED = {"openai_gptoss": "<|channel|>analysis<|message|>"}
 """Beginning of reasoning, for parsers whose reasoning does not begin in the prompt."""
+PIECE = re.compile(r" ?\w{1,6}|\s+|.")
 
 Feed = Callable[[str], Any]
 
@@ -96,10 +100,10 @@ def tool_feed(parser: str) -> Feed:
 
 def reader_feed(parser: str) -> Feed:
     """Return the function that reads a piece of a message as the server does for a stream."""
-    reader = MessageReader(
-        new_reasoning_parser("qwen3", opened=False), TOOL_PARSERS[parser](),
-        parallel=True, include_reasoning=True, named=False, new_call_id=lambda *_: "call",
-    )  # fmt: skip
+    parsers = (
+        (None, None) if parser == "none" else (new_reasoning_parser("qwen3", opened=False), TOOL_PARSERS[parser]())
+    )
+    reader = MessageReader(*parsers, parallel=True, include_reasoning=True, named=False, new_call_id=lambda *_: "call")
 
     def feed(piece: str) -> Any:
         reader.feed(piece, final=False)
@@ -122,15 +126,16 @@ def workloads(formats: list[str]) -> dict[tuple[str, str], tuple[Callable[[], Fe
         if name in TOOL_PARSERS:
             found[name, "content"] = (partial(tool_feed, name), CONTENT * 3)
             found[name, "call"] = (partial(tool_feed, name), CALLS[name])
+        if name in TOOL_PARSERS or name == "none":
             found[name, "reader"] = (partial(reader_feed, name), CONTENT * 3)
         if name in REASONING_PARSERS:
             found[name, "reasoning"] = (partial(reasoning_feed, name), OPENED.get(name, "") + CONTENT * 3)
     return found
 
 
-def step_microseconds(new_feed: Callable[[], Feed], text: str, streams: int, characters: int) -> float:
-    """Return the mean processor time of a step in which each stream reads `characters` characters."""
-    pieces = [text[i : i + characters] for i in range(0, len(text), characters)]
+def step_microseconds(new_feed: Callable[[], Feed], text: str, streams: int) -> float:
+    """Return the mean processor time of a step in which each stream reads a piece."""
+    pieces = PIECE.findall(text)
     feeds = [new_feed() for _ in range(streams)]
     begun = time.process_time()
     for piece in pieces:
@@ -140,17 +145,16 @@ def step_microseconds(new_feed: Callable[[], Feed], text: str, streams: int, cha
 
 
 def main() -> None:
-    names = sorted({*TOOL_PARSERS, *REASONING_PARSERS})
+    names = ["none", *sorted({*TOOL_PARSERS, *REASONING_PARSERS})]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--characters", type=int, default=4, help="of a piece")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--formats", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for (name, kind), (new_feed, text) in workloads(args.formats).items():
-        times = [step_microseconds(new_feed, text, args.streams, args.characters) for _ in range(args.rounds)]
+        times = [step_microseconds(new_feed, text, args.streams) for _ in range(args.rounds)]
         median = statistics.median(times)
         nanoseconds = round(median * 1e3 / args.streams)
         rows.append({"parser": name, "text": kind, "us_per_step": round(median, 1), "ns_per_piece": nanoseconds})
@@ -163,7 +167,6 @@ def main() -> None:
                 "specrs": specrs.__version__, "python": platform.python_version(), "commit": commit.stdout.strip(),
             },
             "streams": args.streams,
-            "characters": args.characters,
             "rounds": args.rounds,
             "rows": rows,
         }  # fmt: skip

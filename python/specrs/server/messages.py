@@ -51,23 +51,32 @@ class MessageReader:
         self._num_calls = 0
         self._new_reasoning: list[str] = []  # not taken yet
         self._new_events: list[Event] = []
+        self._deciding: str | None = None  # the tool parser's `deciding_character`, once all text is answer
         self.stops: ContentStops | None = None
         """Finder of stop strings in the content. None: the engine checks stop strings."""
 
     def feed(self, text: str, *, final: bool) -> None:
         """Read `text`, which follows what was read before; `take` returns the result. `final` says that the completion
         has ended. After a stop string, nothing is read."""
+        deciding = self._deciding
+        if deciding is not None and text and deciding not in text and not text[-1].isspace() and not final:
+            self._new_events.append(Content(text))  # as most tokens of most streams: no parser is called
+            return
         if self.stops is not None and self.stops.found is not None:
             return
         reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.feed(text, final=final)
         if reasoning:
             self._new_reasoning.append(reasoning)
+        events: list[Event] = []
         if self._tools is None:
-            events: list[Event] = [Content(answer)] if answer else []
-        else:
+            if answer:
+                events.append(Content(answer))
+        elif answer or final:
             events = self._tools.feed(answer)
             if final:
                 events += self._tools.finish()
+            if self.stops is None and (self._reasoning is None or self._reasoning.over):
+                self._deciding = self._tools.deciding_character
         self._new_events += events if self.stops is None else self.stops.filter(events, final=final)
 
     def take_pieces(self) -> list[Piece]:

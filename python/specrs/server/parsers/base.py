@@ -56,11 +56,13 @@ class Function:
 class Run:
     """Effect of text that cannot change a parser's state, because the pattern `deciding` is nowhere in it.
 
-    `kind`: the text is "content" or "arguments", or it is "kept" for the next step.
+    `kind`: the text is "content" or "arguments", or it is "kept" for the next step. `character`: the one that
+    `deciding` matches; None if it matches several.
     """
 
     kind: Literal["content", "arguments", "kept"]
     deciding: re.Pattern[str]
+    character: str | None = None
 
 
 class ToolParser:
@@ -107,6 +109,13 @@ class ToolParser:
         self._take_steps(text, final=False)
         self._run = self._find_run()
         return self._take_events()
+
+    @property
+    def deciding_character(self) -> str | None:
+        """The character without which the next text is content, unless the text is empty or ends in white space. Such
+        text need not be fed. None: all text must be fed."""
+        run = self._run
+        return None if run is None or run.kind != "content" or self._space else run.character
 
     def finish(self) -> list[Event]:
         """Return the last events, now that the text has ended."""
@@ -251,7 +260,8 @@ def first_characters(markers: tuple[str, ...]) -> re.Pattern[str]:
 @cache
 def run_until(kind: Literal["content", "arguments", "kept"], *markers: str) -> Run:
     """Return the run of text of `kind` that goes on until one of `markers` may begin."""
-    return Run(kind, first_characters(markers))
+    first = {marker[0] for marker in markers}
+    return Run(kind, first_characters(markers), min(first) if len(first) == 1 else None)
 
 
 def beginnings(markers: Sequence[str]) -> str:

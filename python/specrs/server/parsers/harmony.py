@@ -190,6 +190,11 @@ class HarmonyReasoning(ReasoningParser):
         """Number of characters before the first message that is no reasoning; None while there is none."""
         return self._reasoned if self._answered else None
 
+    @property
+    def over(self) -> bool:
+        """False: further messages of the channel `analysis` may follow an answer."""
+        return False
+
     def feed(self, text: str, *, final: bool) -> tuple[str, str]:
         """Read `text` and return the reasoning and the answer that it adds. `final` says that no more text follows."""
         if not final and self._messages.kind == "body" and _FIRST.search(text) is None:

@@ -63,6 +63,11 @@ class ReasoningParser(ABC):
         """Number of characters from the start of the text to the end of the reasoning, marks included; None while it
         goes on."""
 
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """True if all text to come belongs to the answer and need not be fed."""
+
     @abstractmethod
     def feed(self, text: str, *, final: bool) -> tuple[str, str]:
         """Read `text` and return the reasoning and the answer that it adds. `final` says that no more text follows."""
@@ -88,6 +93,11 @@ class MarkedReasoning(ReasoningParser):
         """Number of characters from the start of the text to the end of the reasoning, marks included; None while it
         goes on."""
         return self._reasoned if self._state == "answer" else None
+
+    @property
+    def over(self) -> bool:
+        """True if all text to come belongs to the answer and need not be fed."""
+        return self._state == "answer"
 
     def feed(self, text: str, *, final: bool) -> tuple[str, str]:
         """Read `text` and return the reasoning and the answer that it adds. `final` says that no more text follows."""
