@@ -405,7 +405,7 @@ def test_a_process_that_is_killed_leaves_what_was_whole(
     texts, size = whole
     killed = child(folder, int(share * size), "kill")
     assert killed.returncode == -signal.SIGXFSZ, killed.stderr
-    assert killed.stdout.splitlines() == texts[: len(killed.stdout.splitlines())]
+    assert "".join(f"{text}\n" for text in texts).startswith(killed.stdout)  # a line may be cut, too
     assert sum(path.stat().st_size for path in segments(folder)) == int(share * size), "cut in the middle"
     next_one = child(folder, resource.RLIM_INFINITY, "fail")
     *found, figures = next_one.stdout.splitlines()
