@@ -37,7 +37,7 @@ OWN = {
         "RANK": "Rank of this process. torchrun sets this variable and the five below.",
         "WORLD_SIZE": "Number of ranks. It must equal `tensor_parallel_size`.",
         "LOCAL_RANK": "Number of this rank on its machine, and of its GPU.",
-        "LOCAL_WORLD_SIZE": "Number of ranks on this machine. They share its cores.",
+        "LOCAL_WORLD_SIZE": "Number of ranks on this machine. They share its cores and memory.",
         "MASTER_ADDR": "Address at which the ranks meet.",
         "MASTER_PORT": "Port at which the ranks meet.",
     },

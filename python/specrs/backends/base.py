@@ -118,8 +118,8 @@ class Backend(Protocol):
     def current(self, device: str) -> AbstractContextManager[None]:
         """Make `device` the calling thread's current one while the context lasts."""
 
-    def free_memory(self, device: str) -> int:
-        """Return the bytes of `device` that are free for an engine."""
+    def free_memory(self, device: str, ranks: int = 1) -> int:
+        """Return the bytes of `device` that are free for an engine, or for one of its `ranks` ranks on this machine."""
 
     def check_config(self, config: EngineConfig, device: str, ranks: Ranks | None) -> None:
         """Raise an `InvalidConfigError` for models or options that `device` cannot serve. Reads no weights."""

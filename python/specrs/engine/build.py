@@ -62,21 +62,21 @@ def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lea
         if weights is None:
             check_memory(config, lambda: backend.free_memory(device))
             weights = load_weights(config)
+        config = resolve_states(config, weights.target.state_bytes, lambda: backend.free_memory(device))
         return _build(config, weights)
 
 
 def _build(
     config: EngineConfig, weights: Weights, team: Team | None = None, end: Callable[[], None] | None = None
 ) -> Engine:
-    """Build an engine with loaded `weights`. `team` are the other ranks, which `end` ends."""
+    """Build an engine with loaded `weights`. `resolve_states` has made `config`. `team` are the other ranks, which
+    `end` ends."""
     if config.synthetic:
         warnings.warn(
             "rejection_sample_method='synthetic': drafts are accepted at given rates, for timing only; the text is "
             "not the target's",
             stacklevel=2,
         )
-    free = backend_of(weights.device).free_memory
-    config = resolve_states(config, weights, lambda: free(weights.device))
     backend, blueprint = plan_engine(config, weights)
     with contextlib.ExitStack() as undo:
         engine = _assemble(backend, blueprint, team, end, undo)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from specrs.backends.cpu.threads import threads_of_rank
-from specrs.backends.table import backend_of
+from specrs.backends.table import backend_of, resolve_device
 from specrs.config import EngineConfig
 from specrs.engine.engine import Engine
 from specrs.engine.follow import connect, serve_under_torchrun
+from specrs.engine.states import resolve_states
 from specrs.engine.weights import check_ranks, load_weights
 from specrs.parallel.connection import ExchangeError, Kind
-from specrs.parallel.start import torchrun_rank
+from specrs.parallel.start import ranks_here, torchrun_rank
 
 if TYPE_CHECKING:
     from specrs.backends.weights import Weights
@@ -37,10 +38,13 @@ def build_on_ranks(config: EngineConfig, lead: Lead, build: Build) -> Engine:
     """
     if torchrun_rank() not in (None, 0):
         sys.exit(serve_under_torchrun(config))
-    check_ranks(config)
+    part, size = check_ranks(config), config.tensor_parallel_size
+    free = backend_of(config.device).free_memory
+    # Steps have room for as many requests and snapshots on every rank.
+    config = resolve_states(config, part.state_bytes, lambda: free(resolve_device(config.device), ranks_here(size)))
     config = replace(config, threads=threads_of_rank(config))
     setup, timeout = {"config": dataclasses.asdict(config)}, config.distributed_timeout
-    team, meeting = lead(config.tensor_parallel_size, timeout, RANK_MODULE, setup)
+    team, meeting = lead(size, timeout, RANK_MODULE, setup)
     torch_threads = torch.get_num_threads()
 
     def end() -> None:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 
@@ -21,16 +20,17 @@ _SNAPSHOT_PERCENT = 15
 _REASON = "not implemented for a model whose layers have states, such as this one"
 
 
-def resolve_states(config: EngineConfig, weights: Weights, free_memory: Callable[[], int]) -> EngineConfig:
+def resolve_states(config: EngineConfig, state_bytes: tuple[int, int], free_memory: Callable[[], int]) -> EngineConfig:
     """Return `config` with `enable_prefix_caching` on or off, and a number in `max_num_seqs`.
 
     For a model with states, the default of `max_num_seqs` is lowered to the number of requests whose states fit, and
-    `state_cache_memory_bytes` becomes the bytes of the snapshots; None without prefix caching.
+    `state_cache_memory_bytes` becomes the bytes of the snapshots; None without prefix caching. `state_bytes` are those
+    of the target, or of a rank's part of it: see `Model.state_bytes`.
 
     Raises UnsupportedConfigError for options that such a model excludes. Raises InvalidConfigError if states and
     snapshots do not fit in the memory that `free_memory` returns.
     """
-    row, draft = weights.target.state_bytes
+    row, draft = state_bytes
     given = config.state_cache_memory_bytes
     if row == 0:
         if given is not None:

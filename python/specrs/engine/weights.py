@@ -10,10 +10,11 @@ from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.drafters.base import Loading
 from specrs.errors import UnsupportedConfigError, invalid
+from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.errors import OF_DRAFT, OF_TARGET, about
 from specrs.models.loader import is_known_family, load_config
-from specrs.models.shards import check_divides
+from specrs.models.shards import Shard, check_divides
 from specrs.parallel.start import own_place
 
 if TYPE_CHECKING:
@@ -57,8 +58,11 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
     return Weights(target, method.load(loading))
 
 
-def check_ranks(config: EngineConfig) -> None:
-    """Raise UnsupportedConfigError for models that the ranks of `config` cannot split. Reads configurations only."""
+def check_ranks(config: EngineConfig) -> ModelConfig:
+    """Return the configuration of a rank's part of the target. Reads configurations only.
+
+    Raises UnsupportedConfigError for models that the ranks of `config` cannot split.
+    """
     draft, speculative = draft_source(config), config.speculative_config
     in_parts = speculative is not None and speculative.draft_tensor_parallel_size > 1 and drafts_by_model(config)
     device = device_of_rank(config.device, config.tensor_parallel_size, own_place(config.tensor_parallel_size))
@@ -66,12 +70,15 @@ def check_ranks(config: EngineConfig) -> None:
     sources = [("tensor_parallel_size", config.target, config.revision)]
     if draft is not None and in_parts:
         sources.append(("speculative_config.draft_tensor_parallel_size", *draft))
+    parts = []
     for field, source, revision in sources:
         with about(*(OF_TARGET if field == "tensor_parallel_size" else OF_DRAFT)):
             _check_ours(config, source, revision)
             model = load_config(source, revision=revision)
         check_divides(model, source, field, config.tensor_parallel_size)
         backend_of(device).check_rank_parts(model, field, config.tensor_parallel_size)
+        parts.append(Shard(0, config.tensor_parallel_size).of_config(model))
+    return parts[0]
 
 
 def _check_ours(config: EngineConfig, source: str, revision: str | None) -> None:

@@ -119,6 +119,12 @@ class ModelConfig:
         return tuple(every if self.delta is None else (i for i in every if not self.delta.layers[i]))
 
     @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of states of a running request, and further bytes for each of its drafts. (0, 0) if all layers have
+        attention."""
+        return (0, 0) if self.delta is None else (self.delta.row_bytes, self.delta.draft_bytes)
+
+    @property
     def num_parameters(self) -> int:
         """Number of weights that a pass over one row reads. Counts only the experts that a row uses, and the input
         embedding only if the LM head shares it."""

@@ -275,8 +275,7 @@ class DecoderFacts(Model):
     def state_bytes(self) -> tuple[int, int]:
         """Bytes of states of a running request, and further bytes for each of its drafts. (0, 0) if all layers have
         attention."""
-        delta = self.config.delta
-        return (0, 0) if delta is None else (delta.row_bytes, delta.draft_bytes)
+        return self.config.state_bytes
 
     @property
     def max_position_embeddings(self) -> int:

@@ -64,9 +64,12 @@ def torchrun_rank() -> int | None:
 def own_place(size: int) -> tuple[int, int]:
     """Return (rank, number of ranks) on this machine for this process, which is rank 0 of the ranks that it will start,
     or one of torchrun's."""
-    if torchrun_rank() is None:
-        return 0, size
-    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return 0 if torchrun_rank() is None else int(os.environ["LOCAL_RANK"]), ranks_here(size)
+
+
+def ranks_here(size: int) -> int:
+    """Return the number of ranks on this machine, of the `size` ranks of an engine."""
+    return size if size == 1 or torchrun_rank() is None else int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def lead(size: int, timeout: float, module: str, setup: dict[str, Any]) -> tuple[Team, Meeting]:

@@ -46,15 +46,15 @@ def _file_bytes(source: str, revision: str | None) -> int:
 def _state_bytes(config: EngineConfig) -> int:
     """Return the bytes of the states of all requests, and of snapshots. 0 if no layer of the target has a state."""
     try:
-        delta = load_config(config.target, revision=config.revision).delta
+        row, draft = load_config(config.target, revision=config.revision).state_bytes
     except UnsupportedModelError:
         return 0
-    if delta is None:
+    if row == 0:
         return 0
     device = resolve_device(config.device)
     memory = backend_of(device).free_memory(device)
-    requests, snapshots = fit_states(config, delta.row_bytes, delta.draft_bytes, memory)
-    return (requests + snapshots) * delta.row_bytes
+    requests, snapshots = fit_states(config, row, draft, memory)
+    return (requests + snapshots) * row
 
 
 def _kv_bytes(config: EngineConfig, sources: list[tuple[str, str | None]]) -> int:

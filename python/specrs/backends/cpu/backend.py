@@ -68,8 +68,8 @@ class CpuBackend:
     def current(self, device: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def free_memory(self, device: str) -> int:
-        return host_memory()
+    def free_memory(self, device: str, ranks: int = 1) -> int:
+        return host_memory() // ranks
 
     def check_config(self, config: EngineConfig, device: str, ranks: Ranks | None) -> None:
         pass  # loading a model rejects what cannot be computed

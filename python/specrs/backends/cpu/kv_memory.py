@@ -5,6 +5,7 @@ from __future__ import annotations
 from specrs.backends.kv_memory import GIB, given_num_blocks, host_memory, too_few_blocks
 from specrs.config import EngineConfig
 from specrs.model_values import DEFAULT_CPU_KV_CACHE_BYTES
+from specrs.parallel.start import ranks_here
 
 
 def resolve_num_blocks(
@@ -19,14 +20,14 @@ def resolve_num_blocks(
 
     It is the number that the user asked for. Otherwise it is what fits in 4 GiB, but no more than `max_num_seqs`
     requests of full length can use. Each position takes a block in each of `num_groups` KV groups. `state_bytes` of the
-    memory are subtracted first, for states and their snapshots.
+    memory are subtracted first, for states and their snapshots. The ranks on a machine have equal shares of its memory.
 
     Raises `InvalidConfigError` if no request of full length fits, or if the pool that the user asked for is larger than
     the memory.
     """
 
     def left() -> int:
-        return max(0, host_memory() - state_bytes)
+        return max(0, host_memory() // ranks_here(config.tensor_parallel_size) - state_bytes)
 
     given = given_num_blocks(config, bytes_per_block, max_model_len, least_blocks, left)
     if given is not None:

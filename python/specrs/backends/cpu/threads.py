@@ -13,7 +13,7 @@ from specrs.config import EngineConfig
 from specrs.core import CpuPool
 from specrs.errors import InvalidConfigError, check_int
 from specrs.models.native_decoder import NativeDecoder
-from specrs.parallel.start import torchrun_rank
+from specrs.parallel.start import ranks_here
 
 VARIABLE = "SPECRS_NUM_THREADS"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -130,5 +130,4 @@ def threads_of_rank(config: EngineConfig) -> int:
     for given in (config.threads, os.environ.get(VARIABLE), os.environ.get("OMP_NUM_THREADS")):
         if isinstance(given, int) or (given is not None and given.strip().isdecimal()):
             return max(1, int(given))
-    here = os.environ.get("LOCAL_WORLD_SIZE") if torchrun_rank() is not None else None
-    return max(1, physical_cores() // (config.tensor_parallel_size if here is None else int(here)))
+    return max(1, physical_cores() // ranks_here(config.tensor_parallel_size))

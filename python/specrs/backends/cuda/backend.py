@@ -68,11 +68,11 @@ class CudaBackend:
 
         return torch.cuda.device(device)
 
-    def free_memory(self, device: str) -> int:
+    def free_memory(self, device: str, ranks: int = 1) -> int:
         import torch
 
         if torch.device(device).type != KIND:  # kernels are interpreted
-            return host_memory()
+            return host_memory() // ranks
         return int(torch.cuda.mem_get_info(device)[0])
 
     def check_config(self, config: EngineConfig, device: str, ranks: Ranks | None) -> None:
