@@ -86,7 +86,7 @@ class CpuBackend:
         if isinstance(files, AssistantFiles):
             return load_assistant(files, target)
         if isinstance(files, MtpFiles):
-            return load_mtp(files, target, target.cache_dtype)
+            return load_mtp(files, target, target.cache_dtype, ranks)
         return load_head(files, target, target.cache_dtype, ranks)
 
     def batched_tokens(self, device: str) -> int:

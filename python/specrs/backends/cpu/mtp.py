@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,10 +15,16 @@ from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.native_decoder import NativeDecoder, rows_of
 from specrs.models.stored import NativeWeight
 
+if TYPE_CHECKING:
+    from specrs.parallel.ranks import Ranks
 
-def load_mtp(files: MtpFiles, target: DecoderFacts, cache_dtype: np.dtype[Any] | None = None) -> MtpFacts:
+
+def load_mtp(
+    files: MtpFiles, target: DecoderFacts, cache_dtype: np.dtype[Any] | None = None, ranks: Ranks | None = None
+) -> MtpFacts:
     """Load a head in the dtype of `target`: a `NativeMtpHead` for a native target, else torch's `MtpHead`.
 
+    With the target's `ranks`, load this rank's part; without, the whole head, even if the target has ranks.
     `cache_dtype` is the dtype of the head's K and V in the cache; None: the head's dtype. Embedding and LM head are the
     target's. Raises CheckpointError for tensors that are missing, unknown or misshapen, before the first is read.
     """
@@ -28,7 +34,7 @@ def load_mtp(files: MtpFiles, target: DecoderFacts, cache_dtype: np.dtype[Any] |
     from specrs.models.torch_decoder import TorchDecoder  # and torch, which native targets do without
 
     assert isinstance(target, TorchDecoder)
-    return load_torch_mtp(files, target, cache_dtype)
+    return load_torch_mtp(files, target, cache_dtype, ranks)
 
 
 class NativeMtpReader(NativeReader, MtpReader[Array, NativeWeight, np.dtype[Any]]):
@@ -36,13 +42,14 @@ class NativeMtpReader(NativeReader, MtpReader[Array, NativeWeight, np.dtype[Any]
 
     def __init__(self, files: MtpFiles, target: NativeDecoder) -> None:
         self.checkpoint = files.tensors
-        self.files, self.target = files, target
+        self.files, self.held, self.target = files, files.config, target
 
     def matrix(self, name: str) -> Array:
         """Return the matrix `name`: in place if it is bf16, else converted to the target's dtype."""
         return head_matrix(self.files.tensors.mapped(name), self.target.dtype)
 
-    def lm_head(self, shared: NativeWeight, ids: Array, *, first: bool) -> NativeWeight:
-        """Return the target's LM head `shared` if `ids` are its first ones. Otherwise copy the rows `ids`, as bfloat16
-        if they are quantized: that suffices for drafts."""
+    def lm_head(self, ids: Array, *, first: bool) -> NativeWeight:
+        """Return the target's LM head if `ids` are its first ones. Otherwise copy the rows `ids`, as bfloat16 if they
+        are quantized: that suffices for drafts."""
+        shared: NativeWeight = self.target.weights.lm_head
         return shared if first else rows_of(shared, ids)

@@ -51,7 +51,8 @@ def open_mtp(
     implemented, and InvalidConfigError for a wrong `size` or `counts`.
     """
     ids = draft_ids(size, counts, target.vocab_size)
-    return MtpFiles(source, head_config(target.config), _tensors(source, target, revision), ids)
+    whole = load_config(source, revision=revision)  # the target may be a rank's part
+    return MtpFiles(source, head_config(whole), _tensors(source, target, revision), ids)
 
 
 def _tensors(source: str, target: DecoderFacts, revision: str | None) -> Tensors:

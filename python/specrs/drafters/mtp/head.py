@@ -19,11 +19,12 @@ from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_weights import TorchHeld, TorchWeights
+from specrs.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class TorchMtpWeights(MtpWeights[Tensor, Weight, torch.dtype]):
-    """Weights of a head on one device."""
+    """Weights of a head on one device, or one rank's part of them."""
 
     decoder: TorchWeights
 
@@ -38,10 +39,11 @@ class MtpHead(TorchHeld, MtpFacts):
 
     weights: TorchMtpWeights
 
-    def __init__(self, weights: TorchMtpWeights) -> None:
-        """Use `weights`."""
+    def __init__(self, weights: TorchMtpWeights, ranks: Ranks | None = None) -> None:
+        """Use `weights`. `ranks` are the tensor parallel ranks that compute the head together, each with its part;
+        None: this process computes the whole head."""
         self.weights = weights
-        self._layer = TorchDecoder(weights.decoder)
+        self._layer = TorchDecoder(weights.decoder, ranks=ranks)
 
     @property
     def target_ids(self) -> Tensor:

@@ -60,23 +60,25 @@ def mtp_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class MtpReader(LayerReader[T, W], Generic[T, W, D]):
-    """Reader of one head's tensors, which it fuses and lays out."""
+    """Reader of one head's tensors, or of one rank's part of them, which it fuses and lays out."""
 
     files: MtpFiles
+    held: ModelConfig
+    """Configuration of the head's layer with the heads and features that this rank holds."""
     target: DecoderFacts
 
     def load(self, cache_dtype: D | None) -> MtpWeights[T, W, D]:
         """Read all tensors. `cache_dtype` is the dtype of K and V in the cache. Raises CheckpointError if a tensor is
         missing, unknown or misshapen."""
-        c, shared, ids = self.files.config, self.target.weights, self.files.draft_ids
-        self.files.tensors.check(mtp_shapes(c), {})
+        c, shared, ids = self.held, self.target.weights, self.files.draft_ids
+        self.files.tensors.check(mtp_shapes(self.files.config), {})
         decoder: DecoderWeights[T, W, D] = DecoderWeights(
             config=c,
             dtype=shared.dtype,
-            embedding=shared.embedding,
+            embedding=self.embedding(),
             layers=(self.layer(LAYER, c),),
             final_norm=self.place(self.norm(FINAL_NORM, c)),
-            lm_head=self.lm_head(shared.lm_head, ids, first=int(ids[-1]) == len(ids) - 1),
+            lm_head=self.lm_head(ids, first=int(ids[-1]) == len(ids) - 1),
             rotary=shared.rotary,
             rotaries=shared.rotaries[-1:],
             cache_dtype=cache_dtype,
@@ -90,7 +92,12 @@ class MtpReader(LayerReader[T, W], Generic[T, W, D]):
             target_layers=self.target.num_layers,
         )
 
+    def embedding(self) -> T:
+        """Return the target's embedding, `[vocab, hidden]`."""
+        embedding: T = self.target.weights.embedding
+        return embedding
+
     @abstractmethod
-    def lm_head(self, shared: W, ids: Array, *, first: bool) -> W:
-        """Return the rows `ids` of the target's LM head `shared`. With `first` they are the first ones, and a reader
-        whose passes compute a part of an LM head may return `shared` itself."""
+    def lm_head(self, ids: Array, *, first: bool) -> W:
+        """Return the rows `ids` of the target's LM head. With `first` they are the first ones, and a reader whose
+        passes compute a part of an LM head may return all of it."""
