@@ -180,7 +180,6 @@ def test_several_completions_of_a_prompt(folder: Path) -> None:
     ("options", "error", "message"),
     [
         ({"enable_lora": True}, UnsupportedConfigError, "enable_lora=True: not implemented for a model whose layers"),
-        ({"tensor_parallel_size": 2}, UnsupportedConfigError, "tensor_parallel_size=2: not implemented for a model"),
         ({"model_impl": "transformers"}, UnsupportedModelError, "recurrent layers"),
     ],
 )

@@ -95,10 +95,12 @@ def test_more_ranks_than_gpus_are_rejected_before_any_is_started(bank: Bank) -> 
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_norms_over_all_heads_are_rejected_before_any_is_started(tmp_path: Path) -> None:
-    target = make_checkpoint(tmp_path, "olmo2", kv_heads=2)
+@pytest.mark.parametrize(("family", "part"), [("olmo2", "all ranks"), ("qwen3_5_text", "layers have states")])
+def test_parts_that_no_gpu_computes_are_rejected_before_any_is_started(family: str, part: str, tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path, family, kv_heads=2)
     config = EngineConfig(model=str(target), tensor_parallel_size=2, device="cuda")
-    with pytest.raises(UnsupportedModelError, match=r"^tensor_parallel_size=2: .* all ranks on a GPU; allowed: 1$"):
+    message = rf"^tensor_parallel_size=2: .* {part} on a GPU; allowed: 1, or device='cpu'$"
+    with pytest.raises(UnsupportedModelError, match=message):
         build_engine(config, lead=lambda *_: pytest.fail("started"))
 
 

@@ -2,8 +2,9 @@
 
 Attention is split by heads, and an MLP or expert by its intermediate features. Projections into them are split by rows,
 projections out of them by columns, so a layer has two sums over ranks (Shoeybi et al. 2019). If there are fewer KV
-heads than ranks, several ranks hold the same head. The vocabulary is split by rows into parts of equal size; the last
-part is padded with rows of zeros. Every rank holds all norms and the experts' router.
+heads than ranks, several ranks hold the same head. A gated delta net is split by key heads, each with its value heads.
+The vocabulary is split by rows into parts of equal size; the last part is padded with rows of zeros. Every rank holds
+all norms, the experts' router and the gate of a shared expert.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 from specrs.arrays import Array, converted
 from specrs.errors import UnsupportedConfigError, UnsupportedModelError, invalid
 from specrs.models.config import ModelConfig
-from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, tensor_shapes
+from specrs.models.experts import SHARED_SIZE
+from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, delta_inputs, tensor_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +33,19 @@ class Shard:
     def of_config(self, c: ModelConfig) -> ModelConfig:
         """Return `c` with this rank's number of heads and intermediate size. Hidden size and vocabulary size stay those
         of the whole model."""
-        experts = c.experts
+        experts, delta, size = c.experts, c.delta, self.size
         if experts is not None:
-            experts = replace(experts, intermediate_size=experts.intermediate_size // self.size)
+            shared = None if experts.shared is None else experts.shared // size
+            experts = replace(experts, intermediate_size=experts.intermediate_size // size, shared=shared)
+        if delta is not None:
+            delta = replace(delta, key_heads=delta.key_heads // size, value_heads=delta.value_heads // size)
         return replace(
             c,
-            num_heads=c.num_heads // self.size,
-            num_kv_heads=max(1, c.num_kv_heads // self.size),
-            intermediate_size=c.intermediate_size // self.size,
+            num_heads=c.num_heads // size,
+            num_kv_heads=max(1, c.num_kv_heads // size),
+            intermediate_size=c.intermediate_size // size,
             experts=experts,
+            delta=delta,
         )
 
     def kv_heads(self, c: ModelConfig) -> tuple[int, int]:
@@ -54,19 +60,21 @@ class Shard:
         return shapes | {name: (rows, c.hidden_size) for name in (EMBEDDING, LM_HEAD) if name in shapes}
 
 
-def check_norms_of_ranks(c: ModelConfig, field: str, size: int) -> None:
-    """Raise UnsupportedModelError, which names `field`, if the model's norms span the heads of several ranks, which GPU
-    kernels cannot do."""
-    if c.qk_norm_whole:
-        reason = "not implemented for norms over the query and key heads of all ranks on a GPU; allowed: 1"
-        raise invalid(UnsupportedModelError, field, size, reason)
+def check_gpu_parts(c: ModelConfig, field: str, size: int) -> None:
+    """Raise UnsupportedModelError, which names `field`, if GPU kernels cannot compute a rank's part of the model: its
+    norms span the heads of several ranks, or its layers have states."""
+    parts = (
+        (c.qk_norm_whole, "norms over the query and key heads of all ranks"),
+        (c.delta is not None, "a model whose layers have states"),
+    )
+    for is_there, part in parts:
+        if is_there:
+            reason = f"not implemented for {part} on a GPU; allowed: 1, or device='cpu'"
+            raise invalid(UnsupportedModelError, field, size, reason)
 
 
 def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
     """Raise UnsupportedConfigError, which names `field`, if `size` ranks cannot split the model in `source`."""
-    if c.delta is not None:
-        reason = f"not implemented for a model whose layers have states, as in {source}; allowed: 1"
-        raise invalid(UnsupportedConfigError, field, size, reason)
     if c.varied:
         reason = f"not implemented for a model whose layers have different sizes, as in {source}; allowed: 1"
         raise invalid(UnsupportedConfigError, field, size, reason)
@@ -75,6 +83,11 @@ def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
         sizes["intermediate_size"] = c.intermediate_size
     if c.experts is not None:
         sizes["an expert's intermediate size"] = c.experts.intermediate_size
+        if c.experts.shared is not None:
+            sizes[SHARED_SIZE] = c.experts.shared
+    if c.delta is not None:
+        # Its value heads are a multiple of these.
+        sizes["linear_num_key_heads"] = c.delta.key_heads
     for name, value in sizes.items():
         if value % size:
             raise invalid(UnsupportedConfigError, field, size, f"{source} has {name}={value}; allowed: its divisors")
@@ -86,17 +99,18 @@ def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a tensor that a rank holds: slices of it, concatenated by rows, then rows of zeros."""
+    """The part of a tensor that a rank holds: slices of it, concatenated along `axis`, then rows of zeros."""
 
     slices: tuple[tuple[slice, ...], ...]
     zero_rows: int = 0
+    axis: int = 0
 
     def of(self, whole: Array) -> Array:
         """Return the part of `whole` as a copy."""
         parts = [whole[place] for place in self.slices]
         if self.zero_rows:
             parts.append(np.zeros((self.zero_rows, *whole.shape[1:]), whole.dtype))
-        return np.concatenate(parts)
+        return np.concatenate(parts, self.axis)
 
 
 class ShardedTensors:
@@ -152,11 +166,15 @@ class Cuts:
         }
         if c.qk_norm_whole:
             self._by_leaf |= {"q_norm": self._even, "k_norm": self._kv}
+        if c.delta is not None:
+            # Rows are ordered by head, but two tensors have q of all heads, then k, then v.
+            self._by_leaf |= dict.fromkeys(delta_inputs(c.delta), self._even)
+            self._by_leaf |= {"in_proj_qkv": self._net_qkv, "conv1d": self._net_qkv, "out_proj": self._net_columns}
 
     def of(self, name: str, shape: tuple[int, ...]) -> Cut | None:
         """Return the part of the tensor `name`, which has `shape`. None: the rank holds all of it."""
         module, kind = name.rsplit(".", 1) if "." in name else ("", name)
-        if kind == "sinks":
+        if kind in ("sinks", "A_log", "dt_bias"):  # one number for each head
             return self._even(shape, kind)
         # A scale of K or V holds for all heads, so every rank needs it.
         cut = self._by_leaf.get(module.rsplit(".", 1)[-1]) if kind in ("weight", "bias") else None
@@ -185,6 +203,23 @@ class Cuts:
         c = self._config
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         return Cut((self._even_rows(0, q), self._kv_rows(q, kv), self._kv_rows(q + kv, kv)))
+
+    def _net_qkv(self, shape: tuple[int, ...], kind: str) -> Cut:
+        """Return this rank's share of the rows of a delta net's q, k and v, of all heads each."""
+        d = self._config.delta
+        assert d is not None
+        keys = d.key_heads * d.key_dim
+        return Cut((self._even_rows(0, keys), self._even_rows(keys, keys), self._even_rows(2 * keys, d.inner)))
+
+    def _net_columns(self, shape: tuple[int, ...], kind: str) -> Cut:
+        """Return this rank's columns of a delta net's output projection, in the order of its value heads."""
+        d = self._config.delta
+        assert d is not None
+        if not d.turned:
+            return self._columns(shape, kind)
+        turn = d.key_heads * d.value_dim
+        own = (self._even_rows(first, turn) for first in range(0, d.inner, turn))
+        return Cut(tuple((slice(None), *columns) for columns in own), axis=1)
 
     def _gate_up(self, shape: tuple[int, ...], kind: str) -> Cut:
         size = shape[0] // 2

@@ -91,4 +91,6 @@ class TorchDummy(DummyCheckpoint):
         if cut is None:
             return whole
         parts = [whole[place] for place in cut.slices]
-        return torch.cat([*parts, whole.new_zeros((cut.zero_rows, *shape[1:]))] if cut.zero_rows else parts)
+        if cut.zero_rows:
+            parts.append(whole.new_zeros((cut.zero_rows, *shape[1:])))
+        return torch.cat(parts, cut.axis)

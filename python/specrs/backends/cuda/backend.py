@@ -19,7 +19,7 @@ from specrs.engine_options import BATCHED_TOKENS, BATCHED_TOKENS_OF_LARGE_GPUS
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
-from specrs.models.shards import check_norms_of_ranks
+from specrs.models.shards import check_gpu_parts
 from specrs.parallel.connection import ExchangeError
 from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS_OF_GPUS
 
@@ -89,7 +89,7 @@ class CudaBackend:
         check_weights_fit(config, device, ranks)
 
     def check_rank_parts(self, model: ModelConfig, field: str, size: int) -> None:
-        check_norms_of_ranks(model, field, size)
+        check_gpu_parts(model, field, size)
 
     def load_model(self, source: ModelSource, device: str, ranks: Ranks | None) -> TorchDecoder:
         from specrs.backends.cuda.loader import load

@@ -46,7 +46,7 @@ from specrs.models.inputs import ChunkRows, PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
 from specrs.models.rope import Rope, rope_magnitude
-from specrs.models.shards import check_norms_of_ranks
+from specrs.models.shards import check_gpu_parts
 from specrs.models.torch_weights import TorchFacts, TorchLayer, TorchWeights, has_fp8_rows, has_fp8_wide_rows
 from specrs.parallel.ranks import Ranks
 
@@ -102,7 +102,7 @@ class CudaDecoder(TorchFacts):
         check_head_dim(c.head_dim, device)
         embedding_parts = logits_parts = None
         if ranks is not None:
-            check_norms_of_ranks(c, "tensor_parallel_size", ranks.size)
+            check_gpu_parts(c, "tensor_parallel_size", ranks.size)
             ranks.exchanges.reserve(min(max_rows, MAX_ROWS), c.hidden_size, weights.dtype)
             embedding_parts = EmbeddingParts.allocate(ranks, weights.embedding, max_rows)
             logits_parts = LogitsParts.allocate(
