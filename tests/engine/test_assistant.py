@@ -28,6 +28,7 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, InvalidConfigError, UnsupportedConfigError
+from sweep import some
 
 from engine.harness import poison, request, run
 from engine.test_eagle3 import Drafts
@@ -347,9 +348,9 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize(("k", "size"), [(1, None), (3, 9)])
-def test_two_token_draws_are_the_targets_own(sixteen: Path, rule: str, k: int, size: int | None) -> None:
+@pytest.mark.parametrize(("rule", "drafts"), some(3, ["rejection", "coupled"], [(1, None), (3, 9)]))
+def test_two_token_draws_are_the_targets_own(sixteen: Path, rule: str, drafts: tuple[int, int | None]) -> None:
+    k, size = drafts
     engine = engine_of(sixteen, "t", "random", k, size=size, rule=rule, **TWO_TOKENS)
     check_two_token_draws(engine, sixteen / "t", k, 8_000, least_acceptance=0.02)
 

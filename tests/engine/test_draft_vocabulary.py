@@ -20,7 +20,7 @@ from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, InvalidConfigError, UnsupportedConfigError
 from specrs.models.decoder_weights import DecoderFacts
-from sweep import sweep
+from sweep import some, sweep
 
 from engine.harness import LONGEST, VOCAB, Bank, config, poison, request, run
 from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sampled, vanilla_text
@@ -135,8 +135,7 @@ def test_text_is_that_without_drafts(
         assert job.output_token_ids == expected
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("rule", "dtype"), some(3, ["rejection", "coupled"], ["float64", "float32"]))
 def test_two_token_draws_are_the_targets_own(rule: str, dtype: str, tmp_path: Path) -> None:
     """Check that pairs of drawn tokens have the target's distribution, with a draft model that drafts nine of sixteen
     ids."""

@@ -188,7 +188,7 @@ def token_ids(llm: LLM) -> list[list[int]]:
         ("a head", "rank 0"),
         ("a head in parts", "rank 1"),
         ("two drafters", "every rank"),
-    ],
+    ][:: stride(2)],
 )
 def test_a_drafter_that_fails_costs_its_drafts(
     drafter: str,

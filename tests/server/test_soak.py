@@ -14,7 +14,7 @@ from typing import Any
 from .harness import Server, serving
 from .raw_streams import raw_stream
 
-SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "8"))
+SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "5"))
 STREAMS = 64
 WARM_UP = 0.4
 """Share of the time after which memory must stay constant. Before, pools and caches fill."""
