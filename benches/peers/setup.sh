@@ -2,6 +2,7 @@
 # Installs the engines that benches/bench_cpu_peers.py measures, each in an environment of its own, and prepares models.
 #
 #   benches/peers/setup.sh [--peers FOLDER] [STEP...]     default: $PEERS; all steps
+#   GGML_NATIVE=OFF benches/peers/setup.sh ...            llama.cpp for a processor that has AVX2 and no more
 #
 # Wants Python 3.10 to 3.13 with venv as $PYTHON (default: python3), a C++ compiler, and for vLLM on Linux, if it is to
 # run as fast as it can, libtcmalloc_minimal. Takes some 15 GB and a quarter of an hour. Run again, it goes on where it
@@ -42,7 +43,8 @@ install_llama_cpp() {
   export PATH=$PWD/venv-tf/bin:$PATH
   venv-tf/bin/pip download -q --no-deps --no-binary :all: --no-build-isolation -d dl llama-cpp-python==0.3.36
   tar -xf "dl/$llama_cpp_python.tar.gz" -C dl
-  cmake -G Ninja -S "$source" -B llama-build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF >llama-build.log
+  cmake -G Ninja -S "$source" -B llama-build -DCMAKE_BUILD_TYPE=Release \
+    -DGGML_NATIVE="${GGML_NATIVE:-ON}" -DLLAMA_CURL=OFF >llama-build.log
   # gcc up to 12 drops the stores of the tile configuration that AMX is started with, and the server dies of it.
   sed -i 's/^\( *\)_tile_loadconfig(&tc);/\1__asm__ volatile("ldtilecfg %0" :: "m"(tc) : "memory");/' \
     "$source/ggml/src/ggml-cpu/amx/mmq.cpp"
