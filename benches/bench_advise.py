@@ -99,7 +99,7 @@ def run() -> None:
         "seconds": seconds,
         "speed_ups": {f"{one.name} {one.k}".strip(): speed for one, speed in speeds.items()},
         "tokens_per_second": {f"{one.name} {one.k}".strip(): speed for one, speed in last.items()},
-        "settings": {name: str(value) for name, value in vars(args).items() if name != "out"},
+        "settings": {name: Path(str(value)).name for name, value in vars(args).items() if name != "out"},
         "machine": {"processor": platform.machine(), "threads": args.threads},
         "versions": {"specrs": specrs.__version__, "commit": commit.stdout.strip()},
     }

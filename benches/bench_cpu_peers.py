@@ -168,6 +168,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "what": __doc__.splitlines()[0],
         "command": "python " + " ".join(sys.argv).replace(str(args.peers), "FOLDER").replace(str(args.out), "FILE"),
+        "SPECRS_ISA": os.environ.get("SPECRS_ISA"),
         "commit": commit(),
         "python": platform.python_version(),
         "machine": machine.describe(),
