@@ -3,6 +3,7 @@
     python scripts/aot_kernels.py                 compare with the baseline of the installed Triton
     python scripts/aot_kernels.py --write         write it; with --only, the rest of it stays
     python scripts/aot_kernels.py --only argmax   only variants whose name has this in it
+    python scripts/aot_kernels.py --capability 90 only for sm_90
     python scripts/aot_kernels.py --neighbours    for sm_89 and sm_121, too, where a kernel has matrix instructions
 
 What is compared: shared memory, local memory (spills; cos and sin have a little of their own) and how many matrix,
@@ -118,10 +119,11 @@ def resources(cubin: bytes) -> Result:
     return {"registers": int(found[1]), "local": int(found[2])}
 
 
-def compile_all(names: Iterable[str], jobs: int) -> dict[str, dict[str, Result]]:
-    """Return `{variant: {capability: result}}`, compiled by `jobs` processes."""
+def compile_all(names: Iterable[str], jobs: int, only: int | None = None) -> dict[str, dict[str, Result]]:
+    """Return `{variant: {capability: result}}`, compiled by `jobs` processes; with `only`, for that capability."""
     variants = discover()
-    return compile_jobs([(name, capability) for name in names for capability in variants[name].capabilities], jobs)
+    work = [(name, capability) for name in names for capability in variants[name].capabilities]
+    return compile_jobs([job for job in work if only in (None, job[1])], jobs)
 
 
 def compile_jobs(work: list[tuple[str, int]], jobs: int) -> dict[str, dict[str, Result]]:
@@ -215,9 +217,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the baseline instead of comparing with it")
     parser.add_argument("--only", default="", metavar="TEXT", help="only variants whose name has TEXT in it")
+    parser.add_argument(
+        "--capability",
+        type=int,
+        choices=sorted(SHARED_LIMIT.keys() - NEIGHBOURS.values()),
+        help="only for this one; not with --write",
+    )
     parser.add_argument("--neighbours", action="store_true", help="compile for sm_89 and sm_121, too")
     parser.add_argument("--jobs", type=int, default=2, help="processes; default: 2")
     arguments = parser.parse_args()
+    if arguments.write and arguments.capability is not None:
+        parser.error("argument --capability: not allowed with argument --write, which writes all of them")
     if os.environ.pop("TRITON_INTERPRET", "0") not in ("", "0"):
         print("TRITON_INTERPRET is set; kernels are compiled without it", file=sys.stderr)
     import triton
@@ -226,7 +236,7 @@ def main() -> int:
     names = [name for name in discover() if arguments.only in name]
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # what is cached elsewhere was not compiled here and now
-        actual = compile_all(names, arguments.jobs)
+        actual = compile_all(names, arguments.jobs, arguments.capability)
         beside = compile_jobs(neighbours(actual), arguments.jobs) if arguments.neighbours else {}
     problems = faults(actual)
     if arguments.write:
@@ -238,7 +248,11 @@ def main() -> int:
         problems.append(f"{path.name}: no baseline for Triton {triton.__version__}; --write makes one")
     else:
         expected = json.loads(path.read_text(encoding="utf-8"))
-        problems += differences({name: v for name, v in expected.items() if arguments.only in name}, actual)
+        expected = {name: results for name, results in expected.items() if arguments.only in name}
+        if arguments.capability is not None:
+            only = str(arguments.capability)
+            expected = {name: {only: results[only]} for name, results in expected.items() if only in results}
+        problems += differences(expected, actual)
     problems += neighbour_faults(actual, beside)
     for problem in problems:
         print(problem)

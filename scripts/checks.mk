@@ -58,7 +58,11 @@ gpu-bench: ## on a CUDA device: the table of bars as JSON and pictures in benche
 	$(BIN)/python -m pip install --no-deps --target $(@D) triton==$*
 	@touch $@
 
-.PHONY: aot
+.PHONY: aot aot-short
+aot-short: build .venv-triton3.6.0/.installed ## every Triton kernel compiled, by the oldest Triton for the H100 and H200 alone; real passes looked through for faults
+	$(BIN)/python scripts/aot_kernels.py $(ARGS)
+	PYTHONPATH=.venv-triton3.6.0 $(BIN)/python scripts/aot_kernels.py --capability 90 $(ARGS)
+	$(BIN)/python scripts/lint_kernels.py
 aot: build .venv-triton3.6.0/.installed ## every Triton kernel compiled for every GPU, against the baseline; real passes looked through for faults; no GPU needed
 	$(BIN)/python scripts/aot_kernels.py --neighbours $(ARGS)
 	PYTHONPATH=.venv-triton3.6.0 $(BIN)/python scripts/aot_kernels.py $(ARGS)

@@ -92,6 +92,13 @@ def test_one_kernel_against_the_baseline() -> None:
     """Check one kernel against the baseline, in a process of its own, because this process interprets kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, SCRIPT, "--only", "skinny_linear_normed_bf16_rows6_large", "--jobs", "1"]
+    command += ["--capability", "90"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == f"Triton {triton.__version__}: 2 kernels compiled, 0 problems"
+    assert done.stdout.splitlines()[-1] == f"Triton {triton.__version__}: 1 kernels compiled, 0 problems"
+
+
+def test_a_baseline_of_one_capability_is_not_written(aot: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["aot_kernels.py", "--write", "--capability", "90"])
+    with pytest.raises(SystemExit, match="2"):
+        aot.main()
