@@ -1911,6 +1911,9 @@ class CpuWeights:
                 `[value_dim]`. Then `qkv` is the projection to q, k, v, z, b and a, and `o` its output projection, which
                 with `turned` reads the first value head of every key head, then the second, and so on. With
                 `by_key_head`, outputs of `qkv` are q, k, v and z of each key head, then b and a of each.
+                A mapping `conv` puts a short convolution in the place of attention: `kernel`, and `conv` `[kernel *
+                hidden_size]`. Then `qkv` is the projection to B, C and x, each `[hidden_size]`, and `o` its output
+                projection.
                 A mapping `varied` makes the layer differ from others: its sizes `num_kv_heads`, `head_dim` and
                 `intermediate_size`, none larger than the model's; `keys_are_values`: `qkv` has no v heads; `source`: an
                 earlier layer whose keys and values it attends, `qkv` has q heads alone; `value_norm`: each head of

@@ -51,7 +51,7 @@ pub(crate) fn weights((shape, layers): (ModelShape, usize), bf16: bool) -> Arc<W
         qkv: linear(p, (shape.num_heads + 2 * shape.num_kv_heads) * dim, hidden),
         qk_norm: Some(QkNorm { q: values(p, dim, 2.0, bf16), k: values(p, dim, 2.0, bf16), whole: false }),
         output_gate: false,
-        delta: None,
+        state: None,
         sinks: None,
         o: linear(p, hidden, shape.num_heads * dim),
         attention_output_norm: None,

@@ -97,7 +97,7 @@ impl Checkpoint {
                 input_norm: Some(norm("input_layernorm.weight")?),
                 qkv: linear(hidden, &["self_attn.q", "self_attn.k", "self_attn.v"])?,
                 output_gate: false,
-                delta: None,
+                state: None,
                 qk_norm: norm("self_attn.q_norm.weight")
                     .ok()
                     .zip(norm("self_attn.k_norm.weight").ok())

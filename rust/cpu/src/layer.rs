@@ -6,8 +6,7 @@ use crate::kernels::rate;
 use crate::kv_cache::KvLayer;
 use crate::linear::Linear;
 use crate::memory::Vectors;
-use crate::shape::DeltaShape;
-use crate::shape::ModelShape;
+use crate::shape::{ConvShape, DeltaShape, ModelShape, StateShape};
 use crate::values::Values;
 
 /// Activation function that the MLP applies to its gate.
@@ -72,8 +71,6 @@ pub(crate) struct DeltaLayer {
     pub(crate) turned: bool,
     /// Whether outputs of the input projection lie by key head.
     pub(crate) by_key_head: bool,
-    /// Index of the layer among those with states.
-    pub(crate) index: usize,
 }
 
 impl DeltaWeights {
@@ -99,8 +96,83 @@ impl DeltaWeights {
             norm: self.norm.to_f32(),
             turned: self.turned,
             by_key_head: self.by_key_head,
-            index: 0,
         })
+    }
+}
+
+/// Weights of a gated short convolution besides its projections, in the place of attention.
+///
+/// The input projection has outputs B, C and x, one of each for every channel. The layer's output is the output
+/// projection of `C * (convolution of B * x)`.
+pub struct ConvWeights {
+    /// Sizes.
+    pub shape: ConvShape,
+    /// Weights of the convolution, `[kernel, channels]`, the last for a row's own input.
+    pub conv: Values,
+}
+
+/// Weights of a short convolution in the form that passes read.
+pub(crate) struct ConvLayer {
+    pub(crate) shape: ConvShape,
+    /// Weights of the convolution by block, `[blocks, kernel, ConvShape::BLOCK]` in vectors, with zeros after the last
+    /// channel.
+    pub(crate) conv: Vectors,
+}
+
+impl ConvWeights {
+    fn check(self, name: &str, hidden: usize) -> Result<ConvLayer> {
+        let shape = self.shape;
+        shape.check(name, hidden)?;
+        check_len(&format!("{name}.conv"), self.conv.len(), shape.kernel * shape.channels)?;
+        let given = self.conv.to_f32();
+        let blocks = shape.channels.div_ceil(ConvShape::BLOCK);
+        let mut conv = Vectors::new(blocks * shape.kernel * ConvShape::BLOCK / LANES);
+        for (i, out) in conv.as_flattened_mut().chunks_exact_mut(ConvShape::BLOCK).enumerate() {
+            let channels = &given[i % shape.kernel * shape.channels..][..shape.channels];
+            let channels = channels.chunks(ConvShape::BLOCK).nth(i / shape.kernel).unwrap_or_default();
+            out[..channels.len()].copy_from_slice(channels);
+        }
+        Ok(ConvLayer { shape, conv })
+    }
+}
+
+/// Weights of a layer that has a state in the place of keys and values.
+pub enum StateWeights {
+    /// Gated delta net.
+    Delta(DeltaWeights),
+    /// Short convolution.
+    Conv(ConvWeights),
+}
+
+/// Layer that has a state, in the form that passes read.
+pub(crate) struct StateLayer {
+    pub(crate) net: StateNet,
+    pub(crate) shape: StateShape,
+    /// Index of the layer among those with states.
+    pub(crate) index: usize,
+}
+
+/// Weights of a layer with a state, by kind.
+pub(crate) enum StateNet {
+    Delta(DeltaLayer),
+    Conv(ConvLayer),
+}
+
+impl StateWeights {
+    fn check(self, name: &str, hidden: usize) -> Result<StateLayer> {
+        let (net, shape) = match self {
+            Self::Delta(delta) => {
+                let delta = delta.check(&format!("{name}.delta"))?;
+                let shape = StateShape::Delta(delta.shape);
+                (StateNet::Delta(delta), shape)
+            }
+            Self::Conv(conv) => {
+                let conv = conv.check(&format!("{name}.conv"), hidden)?;
+                let shape = StateShape::Conv(conv.shape);
+                (StateNet::Conv(conv), shape)
+            }
+        };
+        Ok(StateLayer { net, shape, index: 0 })
     }
 }
 
@@ -332,17 +404,18 @@ pub struct LayerWeights {
     /// Weight of the norm before attention, `[hidden]`; `None` if attention is fed the residual stream without a norm.
     pub input_norm: Option<Values>,
     /// Projection `hidden -> (heads + 2 kv_heads) head_dim`: all q heads, then all k heads, then all v heads. With
-    /// `output_gate` each query is followed by its gate. With `delta` it is the delta net's input projection.
+    /// `output_gate` each query is followed by its gate. With `state` it is the input projection of what replaces
+    /// attention.
     pub qkv: Linear,
     /// Whether the output of attention is multiplied by the sigmoid of a gate.
     pub output_gate: bool,
-    /// Gated delta net in the place of attention; `None` if the layer has attention.
-    pub delta: Option<DeltaWeights>,
+    /// Delta net or short convolution in the place of attention; `None` if the layer has attention.
+    pub state: Option<StateWeights>,
     /// Norms of queries and keys, if the model has them.
     pub qk_norm: Option<QkNorm>,
     /// Attention sinks, `[heads]`: an additional score of each query head, with no position and a value of zero.
     pub sinks: Option<Values>,
-    /// Output projection of attention, `heads head_dim -> hidden`, or of the delta net.
+    /// Output projection of attention, `heads head_dim -> hidden`, or of what replaces it.
     pub o: Linear,
     /// Weight of the norm of the attention output before it is added to the residual stream, `[hidden]`.
     pub attention_output_norm: Option<Values>,
@@ -361,7 +434,7 @@ pub(crate) struct Layer {
     pub(crate) input_norm: Option<Vec<f32>>,
     pub(crate) qkv: Linear,
     pub(crate) output_gate: bool,
-    pub(crate) delta: Option<DeltaLayer>,
+    pub(crate) state: Option<StateLayer>,
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
     /// Whether `qk_norm` norms all heads as one.
     pub(crate) qk_norm_whole: bool,
@@ -402,7 +475,7 @@ impl Layer {
 
     /// Returns whether the layer has keys and values of its own.
     pub(crate) fn has_keys(&self) -> bool {
-        self.delta.is_none() && self.source.is_none()
+        self.state.is_none() && self.source.is_none()
     }
 
     /// Returns the place of the layer's keys and values: the next of `with_keys`, the places of layers that have keys,
@@ -458,7 +531,7 @@ impl LayerWeights {
             norm.as_ref().map(|norm| check_len(&name(field), norm.len(), hidden).map(|()| norm.to_f32())).transpose()
         };
         layer.check_varied(model, shape, i)?;
-        let delta = layer.delta.map(|delta| delta.check(&name("delta"))).transpose()?;
+        let state = layer.state.map(|state| state.check(&format!("layers[{i}]"), hidden)).transpose()?;
         let queries = shape.num_heads * (1 + usize::from(layer.output_gate));
         let keys = match &layer.varied {
             VariedLayer { source: Some(_), .. } => 0,
@@ -466,8 +539,8 @@ impl LayerWeights {
             _ => 2 * shape.num_kv_heads,
         };
         let attention = ((queries + keys) * dim, shape.num_heads * dim);
-        let of_net = |net: &DeltaLayer| (net.shape.outputs(), net.shape.inner());
-        let (outputs, inner) = delta.as_ref().map_or(attention, of_net);
+        let of_state = |state: &StateLayer| (state.shape.outputs(), state.shape.inner());
+        let (outputs, inner) = state.as_ref().map_or(attention, of_state);
         layer.qkv.check(&name("qkv"), outputs, inputs)?;
         layer.o.check(&name("o"), hidden, inner)?;
         if layer.output_gate && layer.qk_norm.as_ref().is_some_and(|norm| norm.whole) {
@@ -515,7 +588,7 @@ impl LayerWeights {
             input_norm: norm("input_norm", &layer.input_norm)?,
             qkv: layer.qkv,
             output_gate: layer.output_gate,
-            delta,
+            state,
             qk_norm_whole: layer.qk_norm.as_ref().is_some_and(|norm| norm.whole),
             qk_norm: layer.qk_norm.map(|norm| (norm.q.to_f32(), norm.k.to_f32())),
             sinks: layer.sinks.as_ref().map(Values::to_f32),
@@ -537,8 +610,8 @@ impl LayerWeights {
         let name = |field: &str| format!("layers[{i}].{field}");
         let varied = *shape != *model || keys_are_values || source.is_some() || value_norm;
         let whole = self.qk_norm.as_ref().is_some_and(|norm| norm.whole);
-        if varied && (whole || self.output_gate || self.delta.is_some()) {
-            let allowed = "none with a norm over all heads, an output gate or a delta net";
+        if varied && (whole || self.output_gate || self.state.is_some()) {
+            let allowed = "none with a norm over all heads, an output gate or a state";
             return Err(Error::invalid(name("varied"), "sizes or keys of its own", allowed));
         }
         let multiplies = scalar.to_bits() != 1.0_f32.to_bits();

@@ -35,8 +35,8 @@ pub use isa::{Isa, Tiles};
 pub use kernels::Rounding;
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{
-    Activation, Addition, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, ParallelMlp, QkNorm, RouterScales,
-    SharedExpert, VariedLayer,
+    Activation, Addition, ConvWeights, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, ParallelMlp, QkNorm,
+    RouterScales, SharedExpert, StateWeights, VariedLayer,
 };
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
@@ -44,7 +44,7 @@ pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
 pub use pass::{Entries, HeadStates, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
 pub use quantize::quantize;
-pub use shape::{DeltaShape, ModelShape};
+pub use shape::{ConvShape, DeltaShape, ModelShape, StateShape};
 pub use states::StateSnapshot;
 pub use values::{Values, ValuesMut};
 pub use weights::{

@@ -130,13 +130,13 @@ impl Lora {
     ///
     /// # Errors
     /// If the number of layers differs, a part does not match its projection, a part is for experts, or the model has
-    /// delta nets.
+    /// layers with states.
     pub fn new(weights: &Weights, layers: Vec<LoraLayer>) -> Result<Self> {
         if layers.len() != weights.layers.len() {
             return Err(Error::invalid("layers", layers.len(), weights.layers.len().to_string()));
         }
-        if weights.delta.is_some() {
-            return Err(Error::invalid("layers", "an adapter", "none for a model with delta nets"));
+        if weights.states.is_some() {
+            return Err(Error::invalid("layers", "an adapter", "none for a model whose layers have states"));
         }
         for (i, (own, layer)) in layers.iter().zip(&weights.layers).enumerate() {
             own.check(i, layer)?;

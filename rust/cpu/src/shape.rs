@@ -138,3 +138,112 @@ impl DeltaShape {
         Ok(())
     }
 }
+
+/// Sizes of a short convolution, which all layers with one share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConvShape {
+    /// Number of channels, each with a filter of its own: the width of the residual stream.
+    pub channels: usize,
+    /// Number of positions that the convolution reads, including a row's own; at least 2.
+    pub kernel: usize,
+}
+
+impl ConvShape {
+    /// Number of channels that are computed and kept together.
+    pub(crate) const BLOCK: usize = 2 * LANES;
+
+    pub(crate) fn check(&self, name: &str, hidden: usize) -> Result<()> {
+        if self.channels != hidden {
+            return Err(Error::invalid(format!("{name}.channels"), self.channels, format!("hidden_size={hidden}")));
+        }
+        if self.kernel < 2 {
+            return Err(Error::invalid(format!("{name}.kernel"), self.kernel, "at least 2"));
+        }
+        Ok(())
+    }
+}
+
+/// Sizes of the layers that have a state in the place of keys and values, which all such layers of a model share.
+///
+/// A layer's state is divided into parts, each of which one thread computes: key heads, or blocks of channels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateShape {
+    /// Gated delta nets.
+    Delta(DeltaShape),
+    /// Short convolutions.
+    Conv(ConvShape),
+}
+
+impl StateShape {
+    /// Returns the number of parts of a layer's state.
+    pub(crate) fn parts(&self) -> usize {
+        match self {
+            Self::Delta(shape) => shape.key_heads,
+            Self::Conv(shape) => shape.channels.div_ceil(ConvShape::BLOCK),
+        }
+    }
+
+    /// Returns the maximum number of parts that a thread takes at once.
+    pub(crate) fn parts_at_once(&self) -> usize {
+        match self {
+            Self::Delta(_) => 1,
+            Self::Conv(_) => 8,
+        }
+    }
+
+    /// Returns the number of outputs of the input projection.
+    pub(crate) fn outputs(&self) -> usize {
+        match self {
+            Self::Delta(shape) => shape.outputs(),
+            Self::Conv(shape) => 3 * shape.channels,
+        }
+    }
+
+    /// Returns the number of inputs of the output projection.
+    pub(crate) fn inner(&self) -> usize {
+        match self {
+            Self::Delta(shape) => shape.inner(),
+            Self::Conv(shape) => shape.channels,
+        }
+    }
+
+    /// Returns the first of the inputs of the output projection that part `part` computes.
+    pub(crate) fn first_input(&self, part: usize) -> usize {
+        match self {
+            Self::Delta(shape) => part * shape.shared() * shape.value_dim,
+            Self::Conv(shape) => (part * ConvShape::BLOCK).min(shape.channels),
+        }
+    }
+
+    /// Returns the number of elements that a part keeps of a layer.
+    pub(crate) fn base_len(&self) -> usize {
+        match self {
+            Self::Delta(shape) => shape.base_len(),
+            Self::Conv(shape) => (shape.kernel - 1) * ConvShape::BLOCK,
+        }
+    }
+
+    /// Returns the number of elements in a log entry of a part.
+    pub(crate) fn entry_len(&self) -> usize {
+        match self {
+            Self::Delta(shape) => shape.entry_len(),
+            Self::Conv(_) => ConvShape::BLOCK,
+        }
+    }
+
+    /// Returns the number of positions that the layer's convolution reads, including a row's own.
+    pub(crate) fn kernel(&self) -> usize {
+        match self {
+            Self::Delta(shape) => shape.kernel,
+            Self::Conv(shape) => shape.kernel,
+        }
+    }
+
+    /// Returns the number of inputs of the convolution in a part.
+    pub(crate) fn width(&self) -> usize {
+        match self {
+            Self::Delta(shape) => shape.width(),
+            Self::Conv(_) => ConvShape::BLOCK,
+        }
+    }
+}

@@ -1,4 +1,4 @@
-//! States of layers with a gated delta net, and the rows of a pass by request. Computes no state.
+//! States of layers with a gated delta net or a short convolution, and the rows of a pass by request. Computes no state.
 //!
 //! A state row has one base state, after its first `len` positions, and a log with the updates of drafts after them.
 //! The position of a request's next row says how many of these drafts were accepted: the pass replays so many updates,
@@ -9,8 +9,7 @@
 
 use crate::error::{Error, Result};
 use crate::memory::{Columns, bytes_of, bytes_of_mut};
-use crate::shape::DeltaShape;
-use crate::shape::MAX_TILE_ROWS;
+use crate::shape::{MAX_TILE_ROWS, StateShape};
 
 /// Snapshot of a row's states that a pass writes if the row passes its length. A pass does not write it if it does not
 /// feed the row, if it ends before this length, or if it begins at this length or later.
@@ -47,10 +46,10 @@ pub(crate) struct Run {
     pub(crate) snapshots: Vec<(usize, usize)>,
 }
 
-/// Recurrent states of gated delta nets, by state row. A row gets its memory when it is first used.
+/// States of layers that have some, by state row. A row gets its memory when it is first used.
 #[derive(Default)]
 pub(crate) struct States {
-    shape: Option<DeltaShape>,
+    shape: Option<StateShape>,
     layers: usize,
     /// Entries of each row's log.
     capacity: usize,
@@ -67,17 +66,18 @@ struct Slot {
     len: usize,
 }
 
-/// Snapshot of a run: the number of updates before it, and its memory split by key heads.
+/// Snapshot of a run: the number of updates before it, and its memory split by parts.
 pub(crate) type SnapshotColumns<'a> = (usize, Columns<'a, f32>);
 
-/// Memory of a run in one layer, split by key heads: base, log, and snapshots.
+/// Memory of a run in one layer, split by parts: base, log, and snapshots.
 pub(crate) type RunColumns<'a> = (Columns<'a, f32>, Columns<'a, f32>, Vec<SnapshotColumns<'a>>);
 
 #[derive(Default)]
 struct RowStates {
-    /// For each layer and key head the states of its value heads, then inputs of the convolution; empty if not used yet.
+    /// For each layer and part its state: with a delta net the states of its value heads, then inputs of the
+    /// convolution. Empty if not used yet.
     base: Vec<f32>,
-    /// For each layer and key head the entries of the log.
+    /// For each layer and part the entries of the log.
     log: Vec<f32>,
     /// Number of positions in `base`.
     len: usize,
@@ -166,7 +166,7 @@ impl States {
 
     /// Returns the number of elements in a base state; `None` until a pass was planned.
     fn base_len(&self) -> Option<usize> {
-        self.shape.map(|shape| self.layers * shape.key_heads * shape.base_len())
+        self.shape.map(|shape| self.layers * shape.parts() * shape.base_len())
     }
 
     /// Fills all states and logs with NaN, for tests: requests that begin at position 0 must read none of them.
@@ -182,13 +182,13 @@ impl States {
     ///
     /// # Errors
     /// If the states are another model's, or a row's position is not the next one. Nothing has changed then.
-    pub(crate) fn plan(&mut self, shape: DeltaShape, layers: usize, fed: FedRows<'_>) -> Result<Vec<Run>> {
+    pub(crate) fn plan(&mut self, shape: StateShape, layers: usize, fed: FedRows<'_>) -> Result<Vec<Run>> {
         if self.shape.is_some_and(|own| own != shape) || (self.layers != layers && self.layers != 0) {
             let allowed = format!("{} layers of {:?}", self.layers, self.shape);
             return Err(Error::invalid("states", format!("{layers} layers of {shape:?}"), allowed));
         }
         // Rows that began with snapshots of another process have states before the first pass.
-        let base_len = layers * shape.key_heads * shape.base_len();
+        let base_len = layers * shape.parts() * shape.base_len();
         if let Some(row) = self.rows.iter().find(|row| !row.base.is_empty() && row.base.len() != base_len) {
             return Err(wrong_size(row.base.len(), base_len));
         }
@@ -282,7 +282,7 @@ impl States {
                 self.slots.resize_with(snapshot.slot + 1, Slot::default);
             }
             let slot = &mut self.slots[snapshot.slot];
-            slot.base.resize(self.layers * shape.key_heads * shape.base_len(), 0.0);
+            slot.base.resize(self.layers * shape.parts() * shape.base_len(), 0.0);
             slot.len = snapshot.len;
         }
     }
@@ -290,12 +290,12 @@ impl States {
     /// Reserves memory for the states of some rows, and for their drafts.
     fn reserve(&mut self, rows: &[(usize, usize, usize)]) {
         let Some(shape) = self.shape else { return };
-        let heads = self.layers * shape.key_heads;
+        let parts = self.layers * shape.parts();
         let entry = shape.entry_len();
         let needed = rows.iter().map(|&(_, _, drafts)| drafts).max().unwrap_or(0);
         if needed > self.capacity {
             for row in self.rows.iter_mut().filter(|row| !row.base.is_empty()) {
-                let mut log = vec![0.0; heads * needed * entry];
+                let mut log = vec![0.0; parts * needed * entry];
                 if self.capacity > 0 {
                     let kept = row.log.chunks_exact(self.capacity * entry);
                     for (new, old) in log.chunks_exact_mut(needed * entry).zip(kept) {
@@ -313,8 +313,8 @@ impl States {
         for &(state, ..) in rows {
             let row = &mut self.rows[state];
             if row.base.is_empty() {
-                row.base = vec![0.0; heads * shape.base_len()];
-                row.log = vec![0.0; heads * self.capacity * entry];
+                row.base = vec![0.0; parts * shape.base_len()];
+                row.log = vec![0.0; parts * self.capacity * entry];
             }
         }
     }
@@ -324,7 +324,7 @@ impl States {
         self.capacity
     }
 
-    /// Returns base, log and snapshots of each run's row in layer `layer` of those with states, split by key heads.
+    /// Returns base, log and snapshots of each run's row in layer `layer` of those with states, split by parts.
     /// `base_bounds` and `log_bounds` are indices of fp32 elements in the base and in the log.
     pub(crate) fn split<'a>(
         &'a mut self,
@@ -334,8 +334,8 @@ impl States {
         log_bounds: &'a [usize],
     ) -> Vec<RunColumns<'a>> {
         let shape = self.shape.expect("a pass was planned");
-        let base_len = shape.key_heads * shape.base_len();
-        let log_len = shape.key_heads * self.capacity * shape.entry_len();
+        let base_len = shape.parts() * shape.base_len();
+        let log_len = shape.parts() * self.capacity * shape.entry_len();
         let mut rows: Vec<Option<&mut RowStates>> = self.rows.iter_mut().map(Some).collect();
         let mut slots: Vec<Option<&mut Slot>> = Vec::new();
         if runs.iter().any(|run| !run.snapshots.is_empty()) {

@@ -1,12 +1,13 @@
-//! Layers with delta nets: logits have the same bits on every instruction set, with any number of threads, for any
+//! Layers with delta nets and short convolutions: logits have the same bits on every instruction set, with any number of threads, for any
 //! division into passes, and after any rejected drafts.
 
 mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    Decoder, DeltaShape, DeltaWeights, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape,
-    Output, Part, Pass, Pool, QkNorm, SharedExpert, StateSnapshot, Values, Weights,
+    ConvShape, ConvWeights, Decoder, DeltaShape, DeltaWeights, Experts, Isa, KvCache, KvShape, LayerWeights, Linear,
+    Memory, Mlp, ModelShape, Output, Part, Pass, Pool, QkNorm, SharedExpert, StateShape, StateSnapshot, StateWeights,
+    Values, Weights,
 };
 use std::sync::Arc;
 use support::Numbers;
@@ -23,12 +24,15 @@ const SHAPE: ModelShape = ModelShape {
     head_dim: 12,
     rms_norm_eps: 1e-6,
 };
-/// Sizes of delta nets: not divisible into vectors, one vector, and more columns than are computed together.
-const NETS: [DeltaShape; 4] = [
-    DeltaShape { key_heads: 2, value_heads: 6, key_dim: 10, value_dim: 7, kernel: 4 },
-    DeltaShape { key_heads: 3, value_heads: 3, key_dim: 16, value_dim: 16, kernel: 2 },
-    DeltaShape { key_heads: 1, value_heads: 2, key_dim: 9, value_dim: 70, kernel: 5 },
-    DeltaShape { key_heads: 5, value_heads: 10, key_dim: 4, value_dim: 40, kernel: 3 },
+/// Sizes of delta nets: not divisible into vectors, one vector, and more columns than are computed together. Sizes of
+/// short convolutions, whose last block of channels is not full.
+const NETS: [StateShape; 6] = [
+    StateShape::Delta(DeltaShape { key_heads: 2, value_heads: 6, key_dim: 10, value_dim: 7, kernel: 4 }),
+    StateShape::Delta(DeltaShape { key_heads: 3, value_heads: 3, key_dim: 16, value_dim: 16, kernel: 2 }),
+    StateShape::Delta(DeltaShape { key_heads: 1, value_heads: 2, key_dim: 9, value_dim: 70, kernel: 5 }),
+    StateShape::Delta(DeltaShape { key_heads: 5, value_heads: 10, key_dim: 4, value_dim: 40, kernel: 3 }),
+    StateShape::Conv(ConvShape { channels: SHAPE.hidden_size, kernel: 3 }),
+    StateShape::Conv(ConvShape { channels: SHAPE.hidden_size, kernel: 2 }),
 ];
 
 fn draw(n: &mut Numbers, len: usize, scale: f32, offset: f32) -> Values {
@@ -41,34 +45,49 @@ fn linear(n: &mut Numbers, inputs: usize, outputs: &[usize]) -> Linear {
     Linear::new("test", inputs, parts.collect()).unwrap()
 }
 
-fn layer(n: &mut Numbers, net: Option<DeltaShape>) -> LayerWeights {
+/// Returns the weights of what has a state of these sizes, and the outputs of its input projection.
+fn state(n: &mut Numbers, shape: StateShape) -> (StateWeights, Vec<usize>, usize) {
+    match shape {
+        StateShape::Delta(shape) => {
+            let delta = DeltaWeights {
+                shape,
+                conv: draw(n, shape.kernel * shape.conv_dim(), 1.0, 0.0),
+                a_log: draw(n, shape.value_heads, 1.0, -1.0),
+                dt_bias: draw(n, shape.value_heads, 1.0, 0.0),
+                norm: draw(n, shape.value_dim, 0.3, 1.0),
+                turned: shape.key_heads == 2,
+                by_key_head: shape.key_heads == 5,
+            };
+            let outputs = vec![shape.conv_dim(), shape.inner(), shape.value_heads, shape.value_heads];
+            (StateWeights::Delta(delta), outputs, shape.inner())
+        }
+        StateShape::Conv(shape) => {
+            let conv = ConvWeights { shape, conv: draw(n, shape.kernel * shape.channels, 1.0, 0.0) };
+            (StateWeights::Conv(conv), vec![3 * shape.channels], shape.channels)
+        }
+    }
+}
+
+fn layer(n: &mut Numbers, net: Option<StateShape>) -> LayerWeights {
     let (hidden, dim) = (SHAPE.hidden_size, SHAPE.head_dim);
     let (q, kv) = (SHAPE.num_heads * dim, SHAPE.num_kv_heads * dim);
-    let delta = net.map(|shape| DeltaWeights {
-        shape,
-        conv: draw(n, shape.kernel * shape.conv_dim(), 1.0, 0.0),
-        a_log: draw(n, shape.value_heads, 1.0, -1.0),
-        dt_bias: draw(n, shape.value_heads, 1.0, 0.0),
-        norm: draw(n, shape.value_dim, 0.3, 1.0),
-        turned: shape.key_heads == 2,
-        by_key_head: shape.key_heads == 5,
-    });
-    let (inputs, inner) = match net {
-        Some(s) => (vec![s.conv_dim(), s.inner(), s.value_heads, s.value_heads], s.inner()),
-        None => (vec![2 * q, kv, kv], q),
+    let (state, inputs, inner) = match net.map(|shape| state(n, shape)) {
+        Some((state, outputs, inner)) => (Some(state), outputs, inner),
+        None => (None, vec![2 * q, kv, kv], q),
     };
+    let dense = net.is_none_or(|net| !matches!(net, StateShape::Delta(net) if net.key_heads != 3));
     LayerWeights {
         varied: specrs_cpu::VariedLayer::default(),
         input_norm: Some(draw(n, hidden, 0.3, 1.0)),
         qkv: linear(n, hidden, &inputs),
         output_gate: net.is_none(),
-        delta,
+        state,
         qk_norm: net.is_none().then(|| QkNorm { q: draw(n, dim, 0.5, 1.0), k: draw(n, dim, 0.5, 1.0), whole: false }),
         sinks: None,
         o: linear(n, inner, &[hidden]),
         attention_output_norm: None,
         post_attention_norm: Some(draw(n, hidden, 0.3, 1.0)),
-        mlp: mlp(n, net.is_none_or(|net| net.key_heads == 3)),
+        mlp: mlp(n, dense),
         mlp_output_norm: None,
     }
 }
@@ -93,7 +112,7 @@ fn mlp(n: &mut Numbers, dense: bool) -> Mlp {
     }))
 }
 
-fn weights(net: DeltaShape, seed: u64) -> Arc<Weights> {
+fn weights(net: StateShape, seed: u64) -> Arc<Weights> {
     let n = &mut Numbers(seed);
     let layers = [Some(net), None, Some(net)].map(|net| layer(n, net)).into();
     let embedding = draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0);
@@ -352,18 +371,45 @@ fn memory_of_states_grows_with_the_rows_that_are_used() {
 }
 
 #[test]
+fn a_convolution_s_state_is_its_earlier_inputs() {
+    let weights = weights(NETS[4], 1);
+    let mut decoder = Decoder::new(weights, Arc::new(Pool::new(1).unwrap())).unwrap();
+    let mut kv = cache(1);
+    feed(&mut decoder, &mut kv, &[(0, Some(0), 1)], false).unwrap();
+    // Two layers, and two blocks of 32 channels.
+    assert_eq!((kv.state_bytes(), decoder.snapshot_bytes()), (2 * 2 * 32 * 2 * 4, 2 * 2 * 32 * 2 * 4));
+    feed(&mut decoder, &mut kv, &[(0, Some(1), 1), (0, Some(2), 1)], false).unwrap();
+    assert_eq!(kv.state_bytes(), 2 * 2 * 32 * (2 + 1) * 4);
+}
+
+#[test]
 fn wrong_weights_are_rejected() {
     let n = &mut Numbers(5);
-    let mut wrong = |change: fn(&mut DeltaWeights)| {
-        let mut made = layer(n, Some(NETS[0]));
-        change(made.delta.as_mut().unwrap());
+    let mut wrong = |net: StateShape, change: &dyn Fn(&mut StateWeights)| {
+        let mut made = layer(n, Some(net));
+        change(made.state.as_mut().unwrap());
         let (embedding, norm) = (draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0), draw(n, SHAPE.hidden_size, 0.3, 1.0));
         let head = linear(n, SHAPE.hidden_size, &[VOCAB]);
         let made = Weights::new(SHAPE, embedding, vec![made], &norm, head, vec![1.0; SHAPE.head_dim / 2]);
         made.err().expect("they are wrong").to_string()
     };
-    assert!(wrong(|delta| delta.shape.value_heads = 5).contains("layers[0].delta.value_heads=5"));
-    assert!(wrong(|delta| delta.shape.kernel = 1).contains("layers[0].delta.kernel=1"));
-    assert!(wrong(|delta| delta.shape.key_dim = 11).contains("layers[0].delta.conv"));
-    assert!(wrong(|delta| delta.norm = Values::F32(Memory::from_vec(vec![1.0]))).contains("layers[0].delta.norm"));
+    let mut delta = |change: fn(&mut DeltaWeights)| {
+        wrong(NETS[0], &|state| match state {
+            StateWeights::Delta(delta) => change(delta),
+            StateWeights::Conv(_) => unreachable!(),
+        })
+    };
+    assert!(delta(|delta| delta.shape.value_heads = 5).contains("layers[0].delta.value_heads=5"));
+    assert!(delta(|delta| delta.shape.kernel = 1).contains("layers[0].delta.kernel=1"));
+    assert!(delta(|delta| delta.shape.key_dim = 11).contains("layers[0].delta.conv"));
+    assert!(delta(|delta| delta.norm = Values::F32(Memory::from_vec(vec![1.0]))).contains("layers[0].delta.norm"));
+    let mut conv = |change: fn(&mut ConvWeights)| {
+        wrong(NETS[4], &|state| match state {
+            StateWeights::Conv(conv) => change(conv),
+            StateWeights::Delta(_) => unreachable!(),
+        })
+    };
+    assert!(conv(|conv| conv.shape.kernel = 1).contains("layers[0].conv.kernel=1: must be at least 2"));
+    assert!(conv(|conv| conv.shape.kernel = 4).contains("layers[0].conv.conv"));
+    assert!(conv(|conv| conv.shape.channels = 39).contains("layers[0].conv.channels=39: must be hidden_size=40"));
 }

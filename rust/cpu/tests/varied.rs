@@ -63,7 +63,7 @@ fn layer(n: &mut Numbers, (sizes, keys_are_values, source): Kind) -> LayerWeight
         input_norm: norm(n),
         qkv: linear(n, hidden, (SHAPE.num_heads + keys) * dim),
         output_gate: false,
-        delta: None,
+        state: None,
         qk_norm: Some(QkNorm { q: draw(n, dim, 0.5, 1.0), k: draw(n, dim, 0.5, 1.0), whole: false }),
         sinks: None,
         o: linear(n, SHAPE.num_heads * dim, hidden),

@@ -6,10 +6,10 @@ use crate::tensors::{codes_mut, embedding as embedding_of, values, values_mut, w
 use numpy::{Ix1, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, Addition, AssistantWeights, DeltaShape, DeltaWeights, Eagle3Weights, Experts, HeadWeights, Isa,
-    KvCache, KvLayer, KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights,
-    Multipliers, ParallelMlp, Part, Pool, QkNorm, Rotation, RouterScales, SharedExpert, Tiles, Values, VariedLayer,
-    Weights,
+    Activation, Addition, AssistantWeights, ConvShape, ConvWeights, DeltaShape, DeltaWeights, Eagle3Weights, Experts,
+    HeadWeights, Isa, KvCache, KvLayer, KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape,
+    MtpWeights, Multipliers, ParallelMlp, Part, Pool, QkNorm, Rotation, RouterScales, SharedExpert, StateWeights,
+    Tiles, Values, VariedLayer, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -185,6 +185,22 @@ impl DeltaArrays<'_> {
     }
 }
 
+/// Weights and size of a short convolution in the form that Python passes. It has a channel for each element of the
+/// residual stream.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct ConvArrays<'py> {
+    kernel: i64,
+    conv: Bound<'py, PyAny>,
+}
+
+impl ConvArrays<'_> {
+    fn weights(&self, name: &str, py: Python<'_>, channels: usize) -> PyResult<ConvWeights> {
+        let kernel = size(py, Class::InvalidConfig, "kernel", self.kernel)?;
+        Ok(ConvWeights { shape: ConvShape { channels, kernel }, conv: vector(&format!("{name}.conv"), &self.conv)? })
+    }
+}
+
 /// One layer in the form that Python passes.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
@@ -195,6 +211,8 @@ struct LayerArrays<'py> {
     output_gate: bool,
     #[pyo3(default)]
     delta: Option<DeltaArrays<'py>>,
+    #[pyo3(default)]
+    conv: Option<ConvArrays<'py>>,
     q_norm: Option<Bound<'py, PyAny>>,
     k_norm: Option<Bound<'py, PyAny>>,
     #[pyo3(default)]
@@ -378,12 +396,19 @@ fn layer(
     let norm = |field: &str, array: &Option<Bound<'_, PyAny>>| {
         array.as_ref().map(|array| vector(&name(field), array)).transpose()
     };
-    let delta = arrays.delta.as_ref().map(|delta| delta.weights(&name("delta"), py)).transpose()?;
     let varied = arrays.varied.as_ref().map(|varied| varied.weights(i, py, hidden, embedding)).transpose()?;
     let varied = varied.unwrap_or_default();
     let (head_dim, intermediate) =
         varied.sizes.map_or((shape.head_dim, shape.intermediate_size), |own| (own.head_dim, own.intermediate_size));
-    let inner = delta.as_ref().map_or(shape.num_heads * head_dim, |delta| delta.shape.inner());
+    let (state, inner) = match (&arrays.delta, &arrays.conv) {
+        (Some(delta), _) => {
+            let delta = delta.weights(&name("delta"), py)?;
+            let inner = delta.shape.inner();
+            (Some(StateWeights::Delta(delta)), inner)
+        }
+        (None, Some(conv)) => (Some(StateWeights::Conv(conv.weights(&name("conv"), py, hidden)?)), hidden),
+        (None, None) => (None, shape.num_heads * head_dim),
+    };
     let mlp = || {
         let gate_up = linear(&name("gate_up"), hidden, &arrays.gate_up)?;
         Ok((gate_up, linear(&name("down"), intermediate, &arrays.down)?))
@@ -392,7 +417,7 @@ fn layer(
         input_norm: norm("input_norm", &arrays.input_norm)?,
         qkv: linear(&name("qkv"), inputs, &arrays.qkv)?,
         output_gate: arrays.output_gate,
-        delta,
+        state,
         qk_norm: norm("q_norm", &arrays.q_norm)?.zip(norm("k_norm", &arrays.k_norm)?).map(|(q, k)| QkNorm {
             q,
             k,

@@ -201,7 +201,7 @@ impl<'a> Context<'a> {
     }
 
     /// Writes a layer's input projection to `out` `[rows, outputs]`, as one phase: q, k and v of attention, or the
-    /// inputs of a delta net. `cut` splits the outputs among the threads.
+    /// inputs of what replaces it. `cut` splits the outputs among the threads.
     pub(super) fn project(
         &self,
         layer: &Layer,

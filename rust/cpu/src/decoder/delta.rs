@@ -1,113 +1,16 @@
-//! Gated delta net of a layer, in the place of attention: input projection, convolution and delta rule by key head,
-//! output projection. It takes three phases, and one more if a norm follows.
+//! Gated delta net of a layer: convolution and delta rule of one key head.
 
 use super::Context;
-use super::scratch::{Buffers, NetRoom, Private};
+use super::scratch::NetRoom;
+use super::states::{Convolution, Written};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{ConvSilu, DeltaHead, GatedNorm, LogPlaces, Unit, decay, sigmoid};
-use crate::layer::{DeltaLayer, Layer};
-use crate::lora::Projection;
-use crate::memory::{Columns, ColumnsMut};
-use crate::shape::DeltaShape;
-use crate::states::{Run, States};
-
-/// Rows of a tile by request, and the split of their logs by key heads.
-#[derive(Clone, Copy)]
-pub(super) struct NetTile<'a> {
-    pub(super) runs: &'a [Run],
-    pub(super) log_bounds: &'a [usize],
-}
-
-/// Outputs and states that the rows of one request write for a key head.
-struct Written<'a, 'o> {
-    /// States of the key head's value heads, and inputs of the convolution.
-    base: &'a mut [f32],
-    log: &'a mut [f32],
-    /// Snapshots: copies of `base`, each after a given number of updates.
-    snapshots: &'a mut [(usize, &'a mut [f32])],
-    /// Outputs of value heads, the key head's from column `first` on.
-    outs: &'a mut ColumnsMut<'o, f32>,
-    first: usize,
-}
+use crate::layer::DeltaLayer;
+use crate::states::Run;
 
 impl Context<'_> {
-    pub(super) fn delta_net(
-        &self,
-        layer: &Layer,
-        net: &DeltaLayer,
-        states: &mut States,
-        tile: NetTile<'_>,
-        buffers: &mut Buffers,
-        private: &mut [Private],
-    ) {
-        let (shape, rows, shares) = (&net.shape, self.rows(), self.shares);
-        let Buffers { h, e, added, mixed, netted, .. } = buffers;
-        self.project(layer, &shares.net_inputs, h, e, mixed, private);
-        let mixed = &*mixed;
-        {
-            let outs = Columns::new(netted, rows, shape.inner(), &shares.net_outputs);
-            let parts = states.split(net.index, tile.runs, &shares.net_states, tile.log_bounds);
-            let own = Columns::new(private, 1, shares.participants, &shares.each);
-            self.session.run(&shares.key_heads.first, &|t, pieces| {
-                let mut own = own.take(t);
-                let room = &mut own.row_mut(0)[0].net;
-                for piece in pieces {
-                    let mut outs = outs.take(piece);
-                    for row in (0..rows).filter(|&row| self.tile.positions[row] < 0) {
-                        outs.row_mut(row).fill(0.0);
-                    }
-                    let heads = shares.key_heads.piece(piece);
-                    for (run, (bases, logs, snapshots)) in tile.runs.iter().zip(&parts) {
-                        let (mut bases, mut logs) = (bases.take(piece), logs.take(piece));
-                        let mut snapshots: Vec<_> =
-                            snapshots.iter().map(|(updates, columns)| (*updates, columns.take(piece))).collect();
-                        let bases = bases.row_mut(0).chunks_exact_mut(shape.base_len());
-                        let log_len = logs.columns().len() / heads.len().max(1);
-                        let logs = logs.row_mut(0);
-                        for (i, (head, base)) in heads.clone().zip(bases).enumerate() {
-                            let log = &mut logs[i * log_len..][..log_len];
-                            let first = i * shape.shared() * shape.value_dim;
-                            let of_head = i * shape.base_len()..(i + 1) * shape.base_len();
-                            let snapshots = snapshots.iter_mut();
-                            let mut snapshots: Vec<_> = snapshots
-                                .map(|(updates, columns)| (*updates, &mut columns.row_mut(0)[of_head.clone()]))
-                                .collect();
-                            let written = Written { base, log, snapshots: &mut snapshots, outs: &mut outs, first };
-                            self.key_head(net, head, run, mixed, written, room);
-                        }
-                    }
-                }
-            });
-        }
-        let netted = &*netted;
-        let norm = layer.attention_output_norm.as_deref();
-        let out = if norm.is_some() { &mut *added } else { &mut *h };
-        let outs = Columns::new(out, rows, self.weights.shape.hidden_size, &shares.hidden.bounds);
-        let own = Columns::new(private, 1, shares.participants, &shares.each);
-        self.session.run(&shares.hidden.first, &|t, pieces| {
-            let mut own = own.take(t);
-            let Private { x, y, room, .. } = &mut own.row_mut(0)[0];
-            let inner = shape.inner();
-            for (x, row) in x.chunks_exact_mut(inner.div_ceil(LANES)).zip(netted.chunks_exact(inner)).take(rows) {
-                let (values, padding) = x.as_flattened_mut().split_at_mut(inner);
-                if net.turned {
-                    turn(shape, row, values);
-                } else {
-                    values.copy_from_slice(row);
-                }
-                padding.fill(0.0);
-            }
-            self.round(x, rows, layer.o.inputs);
-            let mut fed = self.fed(Projection::O, &layer.o, x, room);
-            for piece in pieces {
-                self.give(&layer.o, norm.is_some(), &mut fed, y, &mut outs.take(piece));
-            }
-        });
-        self.add_normed(norm, 1.0, added, h, private);
-    }
-
     /// Computes the rows of one request for key head `head`. `mixed` is the output of the input projection.
-    fn key_head(
+    pub(super) fn key_head(
         &self,
         net: &DeltaLayer,
         head: usize,
@@ -126,25 +29,8 @@ impl Context<'_> {
 
         let NetRoom { inputs, mixed: convolved, gates, out, state } = room;
         let inputs = &mut inputs.as_flattened_mut()[..(before + run.replay + count) * width];
-        if run.zero {
-            inputs[..before * width].fill(0.0);
-        } else {
-            inputs[..before * width].copy_from_slice(earlier);
-        }
-        let (known, new) = inputs.split_at_mut((before + run.replay) * width);
-        for (input, entry) in known[before * width..].chunks_exact_mut(width).zip(log.chunks_exact(entry)) {
-            input.copy_from_slice(&entry[..width]);
-        }
-        for (input, &row) in new.chunks_exact_mut(width).zip(&run.rows) {
-            places.gather(shape, row_of(row), input);
-        }
-        if run.commit > 0 {
-            earlier.copy_from_slice(&inputs[(run.replay + run.commit) * width..][..before * width]);
-        }
-
-        for (updates, kept) in snapshots.iter_mut() {
-            kept[shared * dim * padded..].copy_from_slice(&inputs[*updates * width..][..before * width]);
-        }
+        let convolution = Convolution { width, earlier, log: &mut *log, entry };
+        convolution.feed(run, snapshots, inputs, |row, input| places.gather(shape, row_of(row), input));
 
         let vectors = width / LANES;
         let convolved = &mut convolved[..count * vectors];
@@ -205,11 +91,8 @@ impl Context<'_> {
         }
 
         // What heads and their columns share is written last: all of them have read what was there.
-        let new = &inputs[(before + run.replay + run.commit) * width..];
-        let entries = log.chunks_exact_mut(entry).skip(run.log_from);
-        for (i, (entry, input)) in entries.zip(new.chunks_exact(width)).enumerate() {
+        for (i, entry) in log.chunks_exact_mut(entry).skip(run.log_from).take(count - run.commit).enumerate() {
             let row = run.commit + i;
-            entry[..width].copy_from_slice(input);
             entry[width..][..dim].copy_from_slice(&convolved[row * width + dim..][..dim]);
             for j in 0..shared {
                 entry[logged(j).decay] = gates[j * count + row].1;
@@ -232,13 +115,5 @@ impl Context<'_> {
                 }
             }
         }
-    }
-}
-
-/// Copies the value heads of a row `[key_heads, shared, value_dim]` to `out` `[shared, key_heads, value_dim]`.
-fn turn(shape: &DeltaShape, row: &[f32], out: &mut [f32]) {
-    for (i, head) in row.chunks_exact(shape.value_dim).enumerate() {
-        let place = i % shape.shared() * shape.key_heads + i / shape.shared();
-        out[place * shape.value_dim..][..shape.value_dim].copy_from_slice(head);
     }
 }

@@ -5,6 +5,7 @@
 
 mod added;
 mod attention;
+mod conv;
 mod delta;
 mod experts;
 mod fuse;
@@ -14,6 +15,7 @@ mod mlp;
 mod products;
 mod scratch;
 mod shares;
+mod states;
 
 use crate::error::{Error, Result, check_len};
 use crate::isa::{Isa, LANES, Tiles, Vector};
@@ -26,11 +28,11 @@ use crate::shape::ModelShape;
 use crate::states::{FedRows, of_tile};
 use crate::values::ValuesMut;
 use crate::weights::{HeadInput, Weights};
-use delta::NetTile;
 use loras::AdaptedRows;
 use products::TileRoom;
 use scratch::{Buffers, Private};
 use shares::Shares;
+use states::StateTile;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -100,10 +102,10 @@ impl Decoder {
 
     /// Makes a decoder of these weights on these threads, with the given instructions. They change only the time.
     pub fn with_isa(weights: Arc<Weights>, pool: Arc<Pool>, isa: Isa) -> Self {
-        let delta = weights.delta.map(|(delta, _)| delta);
+        let state = weights.states.map(|(state, _)| state);
         let added = weights.layer_embedding.as_ref().map_or((0, 0), |added| (added.size, added.projection.outputs()));
         let of_kind = |kind: &ModelShape, participants| {
-            let made = Shares::new(*kind, weights.sliding_window(), weights.experts, delta, participants);
+            let made = Shares::new(*kind, weights.sliding_window(), weights.experts, state, participants);
             made.with_added(added).with_states(weights.state_size())
         };
         Self {
@@ -163,7 +165,7 @@ impl Decoder {
 
     /// Returns the number of bytes of a snapshot of the states of one request; 0 if no layer has a state.
     pub fn snapshot_bytes(&self) -> usize {
-        self.weights.delta.map_or(0, |(shape, layers)| size_of::<f32>() * layers * shape.key_heads * shape.base_len())
+        self.weights.states.map_or(0, |(shape, layers)| size_of::<f32>() * layers * shape.parts() * shape.base_len())
     }
 
     /// Returns the instruction set.
@@ -257,7 +259,7 @@ impl Decoder {
         }
         let window_of = |group| {
             let mut with_keys = kv.layers.iter();
-            let attends = self.weights.layers.iter().filter(|layer| layer.delta.is_none());
+            let attends = self.weights.layers.iter().filter(|layer| layer.state.is_none());
             let placed = attends.map(|layer| (layer, layer.kv_layer(&kv.layers, &mut with_keys)));
             let of_group = placed.filter(|(_, at)| at.is_some_and(|at| at.group == group));
             of_group.map(|(layer, _)| layer.window).max().unwrap_or(0)
@@ -280,7 +282,7 @@ impl Decoder {
         let session = self.pool.enter()?;
         let windowed = self.weights.ends_in_window();
         self.finite.clear();
-        let runs = match self.weights.delta {
+        let runs = match self.weights.states {
             Some((shape, layers)) => {
                 let &Pass { sequences, positions, prompts, snapshots, .. } = pass;
                 kv.states.plan(shape, layers, FedRows { sequences, positions, prompts, snapshots })?
@@ -289,10 +291,10 @@ impl Decoder {
         };
         let kinds = &mut self.shares[session.participants() - 1];
         let mut log_bounds = Vec::new();
-        if let Some((shape, _)) = &self.weights.delta {
+        if let Some((shape, _)) = &self.weights.states {
             let capacity = kv.states.capacity();
             self.private.iter_mut().for_each(|own| own.net.reserve(shape, capacity));
-            log_bounds.extend(kinds[0].key_heads.bounds.iter().map(|head| head * capacity * shape.entry_len()));
+            log_bounds.extend(kinds[0].state_parts.bounds.iter().map(|part| part * capacity * shape.entry_len()));
         }
         if let Output::Logits { num_ids, .. } | Output::Argmax { num_ids, .. } = &output {
             kinds[0].set_ids(*num_ids);
@@ -332,9 +334,9 @@ impl Decoder {
             let width = entries.layers.len() * state_size;
             let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
             entries.states = behind;
-            let net = NetTile { runs: of_tile(&runs, first / MAX_TILE_ROWS), log_bounds: &log_bounds };
+            let requests = StateTile { runs: of_tile(&runs, first / MAX_TILE_ROWS), log_bounds: &log_bounds };
             let kept = Entries { layers: entries.layers, states };
-            cx.layers(kv, net, &mut self.buffers, &mut self.private, kept);
+            cx.layers(kv, requests, &mut self.buffers, &mut self.private, kept);
             if windowed {
                 let rows = self.buffers.h.chunks_exact(hidden).take(rows.len());
                 self.finite.extend(rows.map(|row| row.iter().all(|x| x.is_finite())));
@@ -403,7 +405,7 @@ impl Context<'_> {
     fn layers(
         &self,
         kv: &mut KvCache,
-        net: NetTile<'_>,
+        requests: StateTile<'_>,
         buffers: &mut Buffers,
         private: &mut [Private],
         mut entries: Entries<'_>,
@@ -422,8 +424,8 @@ impl Context<'_> {
                 self.keep(i, &buffers.h, &mut entries);
             }
             let cx = Context { layer: i, shares: &self.kinds[layer.kind], ..*self };
-            if let Some(delta) = &layer.delta {
-                cx.delta_net(layer, delta, &mut kv.states, net, buffers, private);
+            if let Some(state) = &layer.state {
+                cx.state_layer(layer, state, &mut kv.states, requests, buffers, private);
             } else if let Some(KvLayer { group, place }) = layer.kv_layer(&kv.layers, &mut with_keys) {
                 let paging = self.paging(group, kv_shape);
                 match &mut kv.places[place] {

@@ -7,8 +7,7 @@ use crate::kernels::{AttendScratch, DeltaHead};
 use crate::layer::{ExpertSizes, Layer};
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
-use crate::shape::DeltaShape;
-use crate::shape::ModelShape;
+use crate::shape::{ModelShape, StateShape};
 use crate::weights::{Head, Weights};
 
 /// Maximum number of rows of one request that are attended together.
@@ -35,9 +34,9 @@ pub(super) struct Buffers {
     pub(super) attended: Vec<f32>,
     /// Gates of attention's output after the sigmoid, `[heads, rows, ceil(head_dim / 16)]`, for models that have them.
     pub(super) gates: Vectors,
-    /// Outputs of a delta net's input projection, `[rows, outputs]`, for models with delta nets.
+    /// Outputs of the input projection of a layer with a state, `[rows, outputs]`, for models with such layers.
     pub(super) mixed: Vec<f32>,
-    /// Outputs of a delta net's value heads, `[rows, value_heads * value_dim]`, for models with delta nets.
+    /// Inputs of the output projection of a layer with a state, `[rows, inputs]`, for models with such layers.
     pub(super) netted: Vec<f32>,
     /// Input of the down projection of an MLP or shared expert, `[rows, ceil(intermediate / 16)]`.
     pub(super) act: Vectors,
@@ -132,7 +131,7 @@ impl Buffers {
         let parallel = weights.layers.iter().any(|layer| layer.expert_vectors.norms.is_some());
         let whole = weights.layers.iter().any(|layer| layer.qk_norm_whole);
         let gated = weights.layers.iter().any(|layer| layer.output_gate);
-        let net = weights.delta.map(|(net, _)| net);
+        let state = weights.states.map(|(state, _)| state);
         let heads = shape.num_heads + 2 * shape.num_kv_heads;
         let (size, all) = weights.layer_embedding.as_ref().map_or((0, 0), |e| (e.size, e.projection.outputs()));
         let shared = weights.experts.map_or(0, |sizes| sizes.shared);
@@ -146,8 +145,8 @@ impl Buffers {
             q: Vectors::new(rows * shape.num_heads * dim.div_ceil(LANES)),
             attended: vec![0.0; rows * shape.num_heads * dim],
             gates: Vectors::new(where_some(gated, rows * shape.num_heads * dim.div_ceil(LANES))),
-            mixed: vec![0.0; rows * net.map_or(0, |net| net.outputs())],
-            netted: vec![0.0; rows * net.map_or(0, |net| net.inner())],
+            mixed: vec![0.0; rows * state.map_or(0, |state| state.outputs())],
+            netted: vec![0.0; rows * state.map_or(0, |state| state.inner())],
             act: Vectors::new(rows * shape.intermediate_size.max(shared).div_ceil(LANES)),
             layer_embedding: vec![0.0; rows * all],
             looked_up: vec![0.0; all],
@@ -189,8 +188,8 @@ impl Private {
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let hidden = shape.hidden_size;
         let (fed, kept) = if fused > 0 { (fused.max(2 * hidden), fused.max(hidden)) } else { (hidden, 0) };
-        let net = weights.delta.map(|(net, _)| net);
-        let inner = net.map_or(0, |net| net.inner());
+        let state = weights.states.map(|(state, _)| state);
+        let inner = state.map_or(0, |state| state.inner());
         let inputs = fed.max(shape.num_heads * dim).max(inner).div_ceil(LANES);
         Self {
             x: Vectors::new(rows * inputs),
@@ -201,7 +200,7 @@ impl Private {
             scales: vec![0.0; 2 * rows],
             attend: AttendScratch::new(RUN, weights.kinds.iter().map(ModelShape::group).max().unwrap_or(1), dim),
             room: FedRoom::new(weights, isa),
-            net: net.map(|net| NetRoom::new(&net)).unwrap_or_default(),
+            net: state.map(|state| NetRoom::new(&state)).unwrap_or_default(),
             best: vec![(0, 0.0); rows],
         }
     }
@@ -220,36 +219,43 @@ impl Private {
     }
 }
 
-/// Scratch memory of one thread in a gated delta net, for a tile's rows of one request and one key head.
+/// Scratch memory of one thread in a layer with a state, for a tile's rows of one request and one part.
 #[derive(Default)]
 pub(super) struct NetRoom {
     /// Inputs of the convolution, `[.., width]`: those of earlier positions, then of replayed drafts, then of the rows.
     pub(super) inputs: Vectors,
-    /// Convolved queries, keys and values, `[rows, width]`.
+    /// Results of the convolution, `[rows, width]`: with a delta net queries, keys and values.
     pub(super) mixed: Vectors,
-    /// Gates beta and decay of each value head and row, `[value heads, rows]`.
+    /// Gates beta and decay of each value head of a delta net and row, `[value heads, rows]`.
     pub(super) gates: Vec<(f32, f32)>,
-    /// Outputs of a value head, `[rows, padded value]`.
+    /// Outputs of a value head of a delta net, `[rows, padded value]`.
     pub(super) out: Vec<f32>,
-    /// Columns of a state.
+    /// Columns of a delta net's state.
     pub(super) state: Vectors,
 }
 
 impl NetRoom {
-    pub(super) fn new(shape: &DeltaShape) -> Self {
+    pub(super) fn new(shape: &StateShape) -> Self {
         let (rows, vectors) = (MAX_TILE_ROWS, shape.width() / LANES);
-        Self {
-            inputs: Vectors::new((rows + shape.kernel - 1) * vectors),
+        let convolution = Self {
+            inputs: Vectors::new((rows + shape.kernel() - 1) * vectors),
             mixed: Vectors::new(rows * vectors),
-            gates: vec![(0.0, 0.0); rows * shape.shared()],
-            out: vec![0.0; rows * shape.padded_value()],
-            state: Vectors::new(DeltaHead::scratch(shape.key_dim)),
+            ..Self::default()
+        };
+        match shape {
+            StateShape::Conv(_) => convolution,
+            StateShape::Delta(shape) => Self {
+                gates: vec![(0.0, 0.0); rows * shape.shared()],
+                out: vec![0.0; rows * shape.padded_value()],
+                state: Vectors::new(DeltaHead::scratch(shape.key_dim)),
+                ..convolution
+            },
         }
     }
 
     /// Reserves memory for logs of `capacity` entries.
-    pub(super) fn reserve(&mut self, shape: &DeltaShape, capacity: usize) {
-        let needed = (MAX_TILE_ROWS + capacity + shape.kernel - 1) * shape.width() / LANES;
+    pub(super) fn reserve(&mut self, shape: &StateShape, capacity: usize) {
+        let needed = (MAX_TILE_ROWS + capacity + shape.kernel() - 1) * shape.width() / LANES;
         if self.inputs.len() < needed {
             self.inputs = Vectors::new(needed);
         }

@@ -7,8 +7,7 @@ use crate::isa::LANES;
 use crate::layer::ExpertSizes;
 use crate::memory::MAX_PARTS;
 use crate::pass::{MAX_TILE_ROWS, Pass};
-use crate::shape::DeltaShape;
-use crate::shape::ModelShape;
+use crate::shape::{ModelShape, StateShape};
 use std::ops::Range;
 
 /// Split of a phase's work into pieces, and the pieces with which each thread begins.
@@ -105,14 +104,14 @@ pub(super) struct Shares {
     pub(super) rows: Cut,
     /// Split of the features of q, k and v.
     pub(super) qkv: Cut,
-    /// Split of the outputs of a delta net's input projection.
-    pub(super) net_inputs: Cut,
-    /// Split of the key heads of a delta net.
-    pub(super) key_heads: Cut,
-    /// Bounds of the pieces of `key_heads` in the features of value heads.
-    pub(super) net_outputs: Vec<usize>,
-    /// Bounds of the pieces of `key_heads` in a row's base states of a layer.
-    pub(super) net_states: Vec<usize>,
+    /// Split of the outputs of the input projection of a layer with a state.
+    pub(super) state_inputs: Cut,
+    /// Split of the parts of a layer's state.
+    pub(super) state_parts: Cut,
+    /// Bounds of the pieces of `state_parts` in the inputs of the output projection.
+    pub(super) state_outputs: Vec<usize>,
+    /// Bounds of the pieces of `state_parts` in a row's base states of a layer.
+    pub(super) state_bases: Vec<usize>,
     /// Split of the token ids whose logits are requested.
     pub(super) ids: Cut,
     /// Split of a layer's embedding of a token, in vectors of sixteen features.
@@ -133,11 +132,15 @@ impl Shares {
         shape: ModelShape,
         window: Option<usize>,
         experts: Option<ExpertSizes>,
-        delta: Option<DeltaShape>,
+        state: Option<StateShape>,
         participants: usize,
     ) -> Self {
-        let key_heads = Cut::even(delta.map_or(0, |delta| delta.key_heads), 1, 1, participants);
-        let of_key_heads = |size: usize| key_heads.bounds.iter().map(|head| head * size).collect();
+        let at_once = state.map_or(1, |state| state.parts_at_once());
+        let state_parts = Cut::even(state.map_or(0, |state| state.parts()), 1, at_once, participants);
+        let of_parts = |bound: &dyn Fn(StateShape, usize) -> usize| {
+            let bounds = state_parts.bounds.iter();
+            bounds.map(|&part| state.map_or(0, |state| bound(state, part))).collect()
+        };
         let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
         let even = |n: usize, unit: usize, most: usize| Cut::even(n, unit, most, participants);
         let fused = kv_heads.is_multiple_of(participants);
@@ -170,10 +173,10 @@ impl Shares {
             attended: Vec::with_capacity(MAX_PARTS + 1),
             rows: Cut::new(),
             qkv: even((heads + 2 * kv_heads) * shape.head_dim, 16, CHUNK),
-            net_inputs: Cut::even(delta.map_or(0, |delta| delta.outputs()), 16, CHUNK, participants),
-            net_outputs: of_key_heads(delta.map_or(0, |delta| delta.shared() * delta.value_dim)),
-            net_states: of_key_heads(delta.map_or(0, |delta| delta.base_len())),
-            key_heads,
+            state_inputs: Cut::even(state.map_or(0, |state| state.outputs()), 16, CHUNK, participants),
+            state_outputs: of_parts(&|state, part| state.first_input(part)),
+            state_bases: of_parts(&|state, part| part * state.base_len()),
+            state_parts,
             ids: Cut::new(),
             addition: Cut::new(),
             layer_embedding: Cut::new(),
@@ -238,9 +241,13 @@ impl Shares {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shape::{ConvShape, DeltaShape};
     use proptest::prelude::*;
 
-    const NET: DeltaShape = DeltaShape { key_heads: 3, value_heads: 6, key_dim: 5, value_dim: 7, kernel: 4 };
+    const STATES: [StateShape; 2] = [
+        StateShape::Delta(DeltaShape { key_heads: 3, value_heads: 6, key_dim: 5, value_dim: 7, kernel: 4 }),
+        StateShape::Conv(ConvShape { channels: 2009, kernel: 3 }),
+    ];
 
     fn shape(heads: usize, kv_heads: usize) -> ModelShape {
         ModelShape {
@@ -269,9 +276,10 @@ mod tests {
             (heads, kv_heads) in prop::sample::select(vec![(4, 2), (6, 3), (1, 1), (32, 8), (300, 300), (600, 300)]),
             rows in 1..=MAX_TILE_ROWS,
             num_ids in 1..300_000_usize,
+            state in prop::sample::select(STATES.to_vec()),
         ) {
             let sizes = ExpertSizes { count: 21, per_token: 2, intermediate: 50, shared: 90 };
-            let mut shares = Shares::new(shape(heads, kv_heads), None, Some(sizes), Some(NET), participants);
+            let mut shares = Shares::new(shape(heads, kv_heads), None, Some(sizes), Some(state), participants);
             let positions: Vec<i64> = (0..rows as i64).map(|i| i * i * 100 - 1).collect();
             let zeros = [0; MAX_TILE_ROWS];
             let tile = Pass {
@@ -300,10 +308,10 @@ mod tests {
                 (&shares.expert.bounds, &shares.expert.first, 0..4),
                 (&shares.shared.bounds, &shares.shared.first, 0..6),
                 (&shares.router.bounds, &shares.router.first, 0..21),
-                (&shares.net_inputs.bounds, &shares.net_inputs.first, 0..NET.outputs()),
-                (&shares.key_heads.bounds, &shares.key_heads.first, 0..NET.key_heads),
-                (&shares.net_outputs, &shares.key_heads.first, 0..NET.inner()),
-                (&shares.net_states, &shares.key_heads.first, 0..NET.key_heads * NET.base_len()),
+                (&shares.state_inputs.bounds, &shares.state_inputs.first, 0..state.outputs()),
+                (&shares.state_parts.bounds, &shares.state_parts.first, 0..state.parts()),
+                (&shares.state_outputs, &shares.state_parts.first, 0..state.inner()),
+                (&shares.state_bases, &shares.state_parts.first, 0..state.parts() * state.base_len()),
                 (&shares.ids.bounds, &shares.ids.first, 0..num_ids),
             ];
             for (bounds, first, range) in whole {

@@ -1,4 +1,4 @@
-//! Gated delta rule of one head (Yang et al. 2025, eq. 10), the convolution before it, and the gated norm after it.
+//! Gated delta rule of one head (Yang et al. 2025, eq. 10), and the gated norm after it.
 //!
 //! A state `[key_dim, value_dim]` has lanes over its columns. A sum over keys has one accumulator for each column and
 //! ascending keys, so that neither the instruction set nor the split of the columns changes a bit. Rows and replayed
@@ -12,36 +12,6 @@ use crate::isa::{Kernel, LANES, Simd, Vector};
 /// Number of vectors of a state's row that are computed together: their sums stay in registers, their columns in the
 /// first-level cache.
 const BLOCK: usize = 4;
-
-/// Computes `out = silu(sum over j of weight[j] inputs[row + j])` of each channel, for some rows.
-pub(crate) struct ConvSilu<'a> {
-    /// Inputs of the rows and of the `kernel - 1` rows before them, `[rows + kernel - 1, vectors]`. `kernel` is the
-    /// width of the convolution.
-    pub(crate) inputs: &'a [Vector],
-    /// Weights, `[kernel, vectors]`.
-    pub(crate) weight: &'a [Vector],
-    pub(crate) vectors: usize,
-    /// Results, `[rows, vectors]`.
-    pub(crate) out: &'a mut [Vector],
-}
-
-impl Kernel for ConvSilu<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let Self { inputs, weight, vectors, out } = self;
-        for (row, out) in out.chunks_exact_mut(vectors).enumerate() {
-            for (v, out) in out.iter_mut().enumerate() {
-                let mut sum = s.mul(s.load(&inputs[row * vectors + v]), s.load(&weight[v]));
-                for (j, weight) in weight.chunks_exact(vectors).enumerate().skip(1) {
-                    sum = s.fma(s.load(&inputs[(row + j) * vectors + v]), s.load(&weight[v]), sum);
-                }
-                s.store(silu(s, sum), out);
-            }
-        }
-    }
-}
 
 /// Divides by the length, in place: `x / sqrt(sum of x^2 + 1e-6)`, times `factor`.
 pub(crate) struct Unit<'a> {
@@ -107,7 +77,7 @@ impl Kernel for Sigmoid<'_> {
 
 /// Returns `x / (1 + e^-x)`.
 #[inline(always)]
-fn silu<S: Simd>(s: S, x: S::V) -> S::V {
+pub(super) fn silu<S: Simd>(s: S, x: S::V) -> S::V {
     s.div(x, s.add(s.splat(1.0), exp(s, s.sub(s.splat(0.0), x))))
 }
 

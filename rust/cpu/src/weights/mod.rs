@@ -6,8 +6,7 @@ use crate::kernels::{LEAST_WEIGHT, PAIRS};
 use crate::layer::{Activation, ExpertSizes, Layer, LayerWeights, Mlp};
 use crate::linear::{Linear, Weight};
 use crate::memory::Bf16;
-use crate::shape::DeltaShape;
-use crate::shape::ModelShape;
+use crate::shape::{ModelShape, StateShape};
 use crate::values::Values;
 use heads::check_target_ids;
 pub use heads::{AssistantWeights, Eagle3Weights, HeadWeights, MtpWeights};
@@ -105,8 +104,8 @@ pub struct Weights {
     pub(crate) multipliers: Multipliers,
     pub(crate) activation: Activation,
     pub(crate) experts: Option<ExpertSizes>,
-    /// Sizes of the delta nets, and the number of layers with one; `None` if all layers have attention.
-    pub(crate) delta: Option<(DeltaShape, usize)>,
+    /// Sizes of the layers with a state, and their number; `None` if all layers have attention.
+    pub(crate) states: Option<(StateShape, usize)>,
     /// Distinct sizes of layers.
     pub(crate) kinds: Vec<ModelShape>,
     pub(crate) layer_embedding: Option<Added>,
@@ -197,15 +196,15 @@ impl Weights {
             .enumerate()
             .map(|(i, layer)| layer.check(&shape, i, inputs))
             .collect::<Result<Vec<Layer>>>()?;
-        let mut delta: Option<(DeltaShape, usize)> = None;
+        let mut states: Option<(StateShape, usize)> = None;
         for (i, layer) in layers.iter_mut().enumerate() {
-            let Some(net) = &mut layer.delta else { continue };
-            let (shape, count) = delta.get_or_insert((net.shape, 0));
-            if *shape != net.shape || head.is_some() {
+            let Some(state) = &mut layer.state else { continue };
+            let (shape, count) = states.get_or_insert((state.shape, 0));
+            if *shape != state.shape || head.is_some() {
                 let allowed = if head.is_some() { "none in a head".to_owned() } else { format!("{shape:?}") };
-                return Err(Error::invalid(format!("layers[{i}].delta"), format!("{:?}", net.shape), allowed));
+                return Err(Error::invalid(format!("layers[{i}].state"), format!("{:?}", state.shape), allowed));
             }
-            net.index = *count;
+            state.index = *count;
             *count += 1;
         }
         let mut experts = None;
@@ -255,7 +254,7 @@ impl Weights {
             multipliers: Multipliers { embedding: 1.0, residual: 1.0, scores },
             activation: Activation::Silu,
             experts,
-            delta,
+            states,
             kinds,
             layer_embedding: None,
             softcap: None,

@@ -302,7 +302,7 @@ impl Model {
         let layer = |l: &LayerNumbers| LayerWeights {
             varied: specrs_cpu::VariedLayer::default(),
             output_gate: false,
-            delta: None,
+            state: None,
             input_norm: self.kind.before.then(|| values(&l.input_norm)),
             qkv: linear(&[&l.q, &l.k, &l.v]),
             qk_norm: self.kind.qk_norm.then(|| QkNorm {
