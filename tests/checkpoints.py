@@ -61,8 +61,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe_text": _DELTA_NET | _SHARED_EXPERT,
     "qwen3_next": _DELTA_NET | _SHARED_EXPERT,
+    # An MLP whose size is not the one in config.json.
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
 }
-"""Model families with delta nets, in the form of `FAMILIES`."""
+"""Model families whose layers have states, in the form of `FAMILIES`."""
 
 _GEMMA4_KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 _GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32}

@@ -46,7 +46,7 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": config["norm_eps" if architecture == "lfm2" else "rms_norm_eps"],
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
     if architecture not in ("granite", "phi3", "gemma4"):
@@ -78,6 +78,8 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         fields |= _gemma4(config, ropes)
     if architecture in HYBRIDS:
         fields |= _hybrid(config, rope)
+    if architecture == "lfm2":
+        fields |= _lfm2(config)
     if architecture == "granite":
         fields |= {
             "attention.scale": config["attention_multiplier"],
@@ -117,6 +119,16 @@ def _gemma4(config: dict[str, Any], ropes: dict[str, Any]) -> dict[str, Any]:
         fields |= {"expert_count": config["num_experts"], "expert_used_count": config["top_k_experts"]}
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
     return fields
+
+
+def _lfm2(config: dict[str, Any]) -> dict[str, Any]:
+    multiple, heads = config["block_multiple_of"], config["num_key_value_heads"]
+    return {
+        "vocab_size": config["vocab_size"],
+        "shortconv.l_cache": config["conv_L_cache"],
+        "attention.head_count_kv": [heads if kind == "full_attention" else 0 for kind in config["layer_types"]],
+        "feed_forward_length": (2 * config["intermediate_size"] // 3 + multiple - 1) // multiple * multiple,
+    }
 
 
 def _hybrid(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +235,8 @@ def _parts(
         for part, rows in zip(("qkv", "z"), by_kind(config, numbers), strict=True):
             yield name.replace("qkvz", part), rows
         return
+    if name.endswith("conv.conv.weight"):
+        numbers = numbers.squeeze(1)
     if name.endswith("shared_expert_gate.weight") and architecture == "qwen35moe":
         numbers = numbers.squeeze(0)
     if architecture in HYBRIDS and "linear_attn" in name:
@@ -304,7 +318,7 @@ def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
     made = {}
     for name, tensor in tensors.items():
         # Inputs come first in gpt-oss, and last in Gemma 4, whose experts are no part of an `mlp`.
-        stacked = tensor.ndim == 3 and not name.endswith("conv1d.weight")
+        stacked = tensor.ndim == 3 and not name.endswith(("conv1d.weight", "conv.conv.weight"))
         if stacked and ".mlp.experts." not in name:
             made[name] = numbers(tensor)
         elif stacked:

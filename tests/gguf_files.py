@@ -36,6 +36,10 @@ def draw_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> 
     return blocks.reshape(*shape[:-1], -1)
 
 
+PLAIN = (".bias", "inp.weight", "inp_shexp.weight", "ssm_conv1d.weight", "shortconv.conv.weight")
+"""Endings of the names of two-dimensional tensors that files never have in blocks."""
+
+
 def write_gguf(
     source: Path,
     path: Path,
@@ -71,7 +75,7 @@ def write_gguf(
     rng = np.random.default_rng(seed)
     added = [] if extra is None else list(extra.items())
     for name, array in [*file_tensors(config, family, load_file(source / "model.safetensors")), *added]:
-        packed = array.ndim > 1 and not name.endswith((".bias", "inp.weight", "inp_shexp.weight", "ssm_conv1d.weight"))
+        packed = array.ndim > 1 and not name.endswith(PLAIN)
         given = gguf.GGMLQuantizationType[kind if packed else plain]
         drawn = given.name not in WRITTEN
         data = draw_blocks(given.name, array.shape, rng) if drawn else gguf.quants.quantize(array, given)

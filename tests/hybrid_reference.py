@@ -14,6 +14,7 @@ from specrs.drafters.mtp import head as mtp_head
 from specrs.models import torch_decoder
 from torch import Tensor
 from torch.nn.functional import silu
+from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -57,6 +58,10 @@ def _norm(self: Any, x: Tensor) -> Tensor:
     return scaled
 
 
+def _plain_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return wide_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
 def _gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
     scale = (hidden_states.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
     normed: Tensor = self.weight * hidden_states * scale * silu(gate)
@@ -86,6 +91,7 @@ def float64() -> Iterator[None]:
     with ExitStack() as stack:
         for owner in (torch_decoder, mtp_head):
             stack.enter_context(patch.object(owner, "rms_norm", wide_norm))
+        stack.enter_context(patch.object(modeling_lfm2.Lfm2RMSNorm, "forward", _plain_norm))
         for name, module in MODULES.items():
             net = getattr(module, f"{name}GatedDeltaNet")
             for owner, attribute, made in (

@@ -291,11 +291,15 @@ def test_a_hit_begins_with_a_snapshot(folder: Path) -> None:
 
 
 def test_models_that_the_kernels_do_not_serve(folder: Path, tmp_path: Path) -> None:
-    """Check that models with features that the kernels lack are rejected: shared experts, and delta nets with too large
-    heads."""
+    """Check that models with features that the kernels lack are rejected: shared experts, short convolutions, and delta
+    nets with too large heads."""
     target = make_checkpoint(tmp_path, "qwen3_5_moe_text", **SHAPE, **NET)
     source = ModelSource.of_target(EngineConfig(model=str(target), dtype="float32"))
     with pytest.raises(UnsupportedModelError, match="on a GPU, a model without shared experts"):
+        source.types(CUDA_DTYPES)
+    conv = make_checkpoint(tmp_path / "lfm2", "lfm2")
+    source = ModelSource.of_target(EngineConfig(model=str(conv), dtype="float32"))
+    with pytest.raises(UnsupportedModelError, match="on a GPU, a model without short convolutions"):
         source.types(CUDA_DTYPES)
     assert ModelSource.of_target(config_of(folder, None)).types(CUDA_DTYPES).dtype == "float32"
     net = load_config(paths(folder)[0]).delta

@@ -26,9 +26,9 @@ LONGEST = 20
 BY_TYPE = {
     family.model_type: family
     for family in FAMILIES.values()
-    if not family.delta_net and family.model_type != "gemma4_text"
+    if not family.has_states and family.model_type != "gemma4_text"
 }
-"""Families that may be target and draft. `test_hybrids` has those with delta nets."""
+"""Families that may be target and draft. `test_hybrids` has those whose layers have states."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Engines whose target has gated delta nets: transformers' text at any K, chunking and preemption, and errors that name
-the field."""
+"""Engines whose target has delta nets or short convolutions: transformers' text at any K, chunking and preemption, and
+errors that name the field."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from specrs.sampling import derive_seed
 VOCAB = 61
 SHAPE = {"vocab": VOCAB, "hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "eos_token_id": 0}
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+FAMILIES = {"qwen3_5_text": KINDS, "lfm2": ["conv", "conv", "full_attention", "conv"]}
+"""Kinds of layers of the targets, by family."""
 TOKENS = 14
 _random = random.Random(3)
 # Repeated parts, whose continuations n-grams guess.
@@ -37,11 +39,19 @@ DRAFTERS: list[dict[str, Any] | None] = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("hybrids")
-    make_checkpoint(made / "target", "qwen3_5_text", layer_types=KINDS, layers=len(KINDS), **SHAPE)
-    make_checkpoint(made / "draft", "qwen3", **SHAPE)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with a target of each family, and a draft model."""
+    made = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in made.items():
+        make_checkpoint(folder / "target", family, layer_types=FAMILIES[family], layers=len(KINDS), **SHAPE)
+        make_checkpoint(folder / "draft", "qwen3", **SHAPE)
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, Path]) -> Path:
+    """Folder with a target that has delta nets."""
+    return folders["qwen3_5_text"]
 
 
 @cache
@@ -69,8 +79,9 @@ def texts(
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 
 
-@settings(max_examples=12)
+@settings(max_examples=16)
 @given(
+    st.sampled_from(sorted(FAMILIES)),
     st.sampled_from(DRAFTERS),
     st.integers(1, len(PROMPTS)),
     st.sampled_from([3, 16, 64]),
@@ -78,10 +89,17 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, det
     st.integers(1, 2),
 )
 def test_the_text_of_transformers(
-    folder: Path, drafter: dict[str, Any] | None, count: int, budget: int, blocks: int | None, depth: int
+    folders: dict[str, Path],
+    family: str,
+    drafter: dict[str, Any] | None,
+    count: int,
+    budget: int,
+    blocks: int | None,
+    depth: int,
 ) -> None:
     """Check texts against transformers, by torch in float64: in chunks, in batches, in a pool too small for all
     requests."""
+    folder = folders[family]
     with float64():
         found = texts(
             folder,
@@ -108,8 +126,9 @@ def plain(folder: Path, dtype: str, quantization: str | None, sampled: bool) -> 
     return texts(folder, PROMPTS, SAMPLED if sampled else GREEDY, **options)
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(
+    st.sampled_from(sorted(FAMILIES)),
     st.sampled_from(DRAFTERS),
     st.sampled_from(["float32", "bfloat16"]),
     st.sampled_from([None, "int4", "q8_0"]),
@@ -120,7 +139,8 @@ def plain(folder: Path, dtype: str, quantization: str | None, sampled: bool) -> 
     st.lists(st.sampled_from([None, 0, 1, 2]), min_size=len(PROMPTS), max_size=len(PROMPTS)),
 )
 def test_native_text_is_that_without_drafts(
-    folder: Path,
+    folders: dict[str, Path],
+    family: str,
     drafter: dict[str, Any] | None,
     dtype: str,
     quantization: str | None,
@@ -132,6 +152,7 @@ def test_native_text_is_that_without_drafts(
 ) -> None:
     """Check that native text equals that without drafts, for any drafts, preemption, batch and number of threads.
     Sampled texts use coupled draws."""
+    folder = folders[family]
     rule = {"rejection_sample_method": "coupled"} if sampled and drafter is not None else {}
     params = SAMPLED if sampled else GREEDY
     found = texts(
@@ -150,7 +171,9 @@ def test_native_text_is_that_without_drafts(
     assert found == plain(folder, dtype, quantization, sampled)
 
 
-def test_native_text_is_transformers(folder: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_text_is_transformers(family: str, folders: dict[str, Path]) -> None:
+    folder = folders[family]
     assert texts(folder, PROMPTS, GREEDY) == references(folder / "target")
 
 
@@ -163,10 +186,11 @@ def test_native_text_of_experts_is_transformers(family: str, tmp_path: Path) -> 
         assert texts(tmp_path, PROMPTS, GREEDY, **speculative(tmp_path, drafter)) == references(target)
 
 
-def test_several_completions_of_a_prompt(folder: Path) -> None:
-    """Check that each of several completions of a prompt has a delta net state of its own: its text is that of a
-    request alone with its seed."""
-    llm = LLM(model=str(folder / "target"), max_model_len=64)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_completions_of_a_prompt(family: str, folders: dict[str, Path]) -> None:
+    """Check that each of several completions of a prompt has states of its own: its text is that of a request alone
+    with its seed."""
+    llm = LLM(model=str(folders[family] / "target"), max_model_len=64)
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, detokenize=False)
     several = llm.generate({"prompt_token_ids": PROMPTS[3]}, params, use_tqdm=False)[0].outputs
     assert len({tuple(output.token_ids) for output in several}) == 3
@@ -180,17 +204,26 @@ def test_several_completions_of_a_prompt(folder: Path) -> None:
     ("options", "error", "message"),
     [
         ({"enable_lora": True}, UnsupportedConfigError, "enable_lora=True: not implemented for a model whose layers"),
-        ({"model_impl": "transformers"}, UnsupportedModelError, "recurrent layers"),
+        ({"model_impl": "transformers"}, UnsupportedModelError, "recurrent layers|layer_types has 'conv'"),
     ],
 )
+@pytest.mark.parametrize("family", FAMILIES)
 def test_combinations_that_are_not_implemented(
-    folder: Path, options: dict[str, Any], error: type[SpecrsError], message: str
+    family: str, folders: dict[str, Path], options: dict[str, Any], error: type[SpecrsError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        LLM(model=str(folder / "target"), **options)
+        LLM(model=str(folders[family] / "target"), **options)
 
 
-def test_a_draft_model_with_states_is_rejected(folder: Path) -> None:
+def test_ranks_of_short_convolutions_are_rejected(folders: dict[str, Path]) -> None:
+    message = "tensor_parallel_size=2: not implemented for a model with short convolutions"
+    with pytest.raises(UnsupportedConfigError, match=message):
+        LLM(model=str(folders["lfm2"] / "target"), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_model_with_states_is_rejected(family: str, folders: dict[str, Path]) -> None:
+    folder = folders[family]
     speculative_config = {"model": str(folder / "target"), "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedModelError, match="as a draft model, a model whose layers have no states"):
         LLM(model=str(folder / "draft"), speculative_config=speculative_config)

@@ -1,4 +1,5 @@
-"""Prefix hits of targets with gated delta nets: they have the bits of a miss, with and without drafts."""
+"""Prefix hits of targets with delta nets or short convolutions: they have the bits of a miss, with and without
+drafts."""
 
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+FAMILIES = {"qwen3_5_text": KINDS, "lfm2": ["conv", "conv", "full_attention", "conv"]}
+"""Kinds of layers of the targets, by family."""
 TOKENS = 14
 _random = random.Random(4)
 # Repeated parts, whose continuations n-grams guess. Each long prompt begins like another one.
@@ -46,11 +49,19 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, det
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("snapshots")
-    make_checkpoint(made / "target", "qwen3_5_text", layer_types=KINDS, layers=len(KINDS), **SHAPE)
-    make_checkpoint(made / "draft", "qwen3", **SHAPE)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with a target of each family, and a draft model."""
+    made = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in made.items():
+        make_checkpoint(folder / "target", family, layer_types=FAMILIES[family], layers=len(KINDS), **SHAPE)
+        make_checkpoint(folder / "draft", "qwen3", **SHAPE)
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, Path]) -> Path:
+    """Folder with a target that has delta nets."""
+    return folders["qwen3_5_text"]
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +97,9 @@ def followed(texts_before: list[list[int]]) -> list[list[int]]:
 ORDERS = st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=8)
 
 
-@settings(max_examples=15)
+@settings(max_examples=18)
 @given(
+    st.sampled_from(sorted(FAMILIES)),
     st.sampled_from(DRAFTERS),
     st.lists(ORDERS, min_size=1, max_size=3),
     st.sampled_from([3, 16, 64]),
@@ -96,7 +108,8 @@ ORDERS = st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=8)
     st.integers(1, 2),
 )
 def test_hits_have_transformers_text(
-    folder: Path,
+    folders: dict[str, Path],
+    family: str,
     drafter: dict[str, Any] | None,
     rounds: list[list[int]],
     budget: int,
@@ -106,6 +119,7 @@ def test_hits_have_transformers_text(
 ) -> None:
     """Check texts of prefix hits against transformers, by torch in float64: in chunks and batches, in a pool too small
     for all requests, with few snapshot slots."""
+    folder = folders[family]
     with float64():
         llm = engine(
             folder,
@@ -144,8 +158,9 @@ def plain(folder: Path, dtype: str, quantization: str | None) -> tuple[list[list
     return first, texts(llm, followed(first))
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
+    st.sampled_from(sorted(FAMILIES)),
     st.sampled_from(DRAFTERS),
     st.sampled_from(["float32", "bfloat16"]),
     st.sampled_from([None, "int4"]),
@@ -155,7 +170,8 @@ def plain(folder: Path, dtype: str, quantization: str | None) -> tuple[list[list
     st.sampled_from([None, 1, 3]),
 )
 def test_native_hits_have_the_bits_of_misses(
-    folder: Path,
+    folders: dict[str, Path],
+    family: str,
     drafter: dict[str, Any] | None,
     dtype: str,
     quantization: str | None,
@@ -166,6 +182,7 @@ def test_native_hits_have_the_bits_of_misses(
 ) -> None:
     """Check that native hits have the bits of misses, for any drafts, preemption, eviction and batch; also if a prompt
     continues an earlier answer."""
+    folder = folders[family]
     first, second = plain(folder, dtype, quantization)
     llm = engine(
         folder,
@@ -228,8 +245,12 @@ def test_states_of_nan_reach_no_other_request(
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: "none" if drafter is None else drafter["method"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_hit_computes_no_more_than_the_last_block(folder: Path, drafter: dict[str, Any] | None, dtype: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hit_computes_no_more_than_the_last_block(
+    family: str, folders: dict[str, Path], drafter: dict[str, Any] | None, dtype: str
+) -> None:
     """Check that a hit recomputes at most the last block, with and without drafts."""
+    folder = folders[family]
     llm = engine(folder, drafter, dtype=dtype)
     prompt = PROMPTS[2] + PROMPTS[3]  # 66 tokens do not fit
     prompt = prompt[:50]

@@ -11,8 +11,8 @@ from specrs.backends.cuda.net_states import NetStates
 from specrs.models.decoder_weights import DeltaWeights
 from specrs.models.delta_net import DeltaNet
 from specrs.models.inputs import PassInputs
-from specrs.models.torch_delta_net import Runs, delta_net
-from specrs.models.torch_states import DeltaStates
+from specrs.models.torch_delta_net import delta_net
+from specrs.models.torch_states import LayerStates, Runs
 from torch import Tensor
 
 from .test_models import SHAPE, build
@@ -82,7 +82,7 @@ def test_kernels_are_near_float64(device: torch.device, size: str, dtype: torch.
     w = passes.weights
     wide = DeltaWeights(*(part.double() for part in (w.conv, w.a_log, w.dt_bias, w.norm)))
     runs = Runs(((0, tuple(range(200)), 0),), True)
-    exact = delta_net(x.double(), wide, passes.config, 0, runs, DeltaStates())
+    exact = delta_net(x.double(), wide, passes.config, 0, runs, LayerStates())
     error = (found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert float(error.max()) < {torch.bfloat16: 1e-2, torch.float32: 1e-4}[dtype]
 

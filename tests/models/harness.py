@@ -49,8 +49,8 @@ class Feeder:
         snapshots: tuple[tuple[int, int, int], ...] = (),
     ) -> Tensor:
         """Run one pass over {request: [(token, position), ...]}. Return logits `[N, vocab]` in that order. With
-        `prompts` all rows are rows of prompts. For native models with delta nets, `rows` must have the first requests
-        in order, and there are no `snapshots`: ValueError otherwise.
+        `prompts` all rows are rows of prompts. For native models whose layers have states, `rows` must have the first
+        requests in order, and there are no `snapshots`: ValueError otherwise.
 
         Position -1 masks a row; (request, position) in `no_slot` writes nothing. `snapshots` has request, length and
         slot of snapshots of states.

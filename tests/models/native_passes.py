@@ -45,7 +45,7 @@ class TensorPasses:
         no state rows.
         """
         rows = inputs.state_rows
-        if self.native.config.delta is not None and rows is not None and rows != tuple(range(len(rows))):
+        if self.native.config.states is not None and rows is not None and rows != tuple(range(len(rows))):
             raise ValueError(f"state_rows={rows}: native passes take the first requests in order")
         final, entries = self.native.forward(native_inputs(inputs), kv_cache, hidden_layers)
         return HiddenStates(torch.from_numpy(final), None if entries is None else torch.from_numpy(entries))

@@ -89,6 +89,12 @@ _EXPERTS = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
     "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "tie_word_embeddings": False,
 }  # fmt: skip
+_LFM2 = {
+    "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": True,
+    "block_use_xavier_init": True, "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False,
+    "conv_use_xavier_init": True, "eos_token_id": 7, "norm_eps": 1e-05, "pad_token_id": 0, "use_pos_enc": True,
+}  # fmt: skip
 
 
 def _without_act(raw: dict[str, Any]) -> dict[str, Any]:
@@ -258,6 +264,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
              attention_dropout=0.0, num_experts_per_tok=2, num_local_experts=8, output_router_logits=False,
              rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, transformers_version="4.36.0.dev0"),
         46_702_792_704,
+    ),
+    "LFM2-1.2B": (
+        {
+            key: value
+            for key, value in _raw(
+                "Lfm2ForCausalLM", "lfm2", (65536, 2048, 0, 16, 32, 8, 128000), **_LFM2, block_dim=2048,
+                block_ff_dim=12288, conv_dim=2048, conv_dim_out=2048, full_attn_idxs=[2, 5, 8, 10, 12, 14],
+                num_heads=32, rope_theta=1000000.0, transformers_version="4.54.0.dev0",
+            ).items()
+            if key not in ("hidden_act", "intermediate_size")
+        },
+        1_170_340_608,
+    ),
+    "LFM2.5-350M": (
+        _without_act(
+            _raw("Lfm2ForCausalLM", "lfm2", (65536, 1024, 6656, 16, 16, 8, 128000), **_LFM2, block_dim=1024,
+                 block_ff_dim=6656, conv_dim=1024, num_heads=16, tie_embedding=True,
+                 layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+                 rope_parameters={"rope_theta": 1000000.0, "rope_type": "default"})),
+        354_483_968,
     ),
     "gpt-oss-20b": (
         {

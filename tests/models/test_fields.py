@@ -25,6 +25,7 @@ from specrs.models import experts as experts_module
 from specrs.models import layers as layers_module
 from specrs.models import registry as registry_module
 from specrs.models import rope as rope_module
+from specrs.models import short_conv as conv_module
 from specrs.models import varied_layers as varied_module
 from specrs.models.fields import NEUTRAL, WITHOUT_EFFECT
 from specrs.models.registry import FAMILIES
@@ -38,6 +39,7 @@ READ = {
     name
     for module in (
         config_module,
+        conv_module,
         delta_module,
         experts_module,
         layers_module,
@@ -188,8 +190,20 @@ VALUES |= {
     "swiglu_alpha": [1.0, 0],
     "swiglu_limit": [0.5, None],
 }
+VALUES |= {
+    "norm_eps": [1e-6, 0.3],
+    "conv_L_cache": [1, 2, 4, None],
+    "conv_bias": [True, False],
+    "full_attn_idxs": [None, [], [0], [0, 1], [1, 7], "1"],
+    "block_ff_dim": [None, 1, 17, 48],
+    "block_multiple_of": [0, 1, 7],
+    "block_ffn_dim_multiplier": [None, 0.4, 2],
+    "block_auto_adjust_ff_dim": [True, False, None],
+    "tie_embedding": [True, False, None],
+    "block_use_swiglu": [False],
+}
 VALUES["no_rope_layers"] += [[1], [0, 1], [2], None]
-VALUES["layer_types"] += [["sliding_attention", "full_attention"]]
+VALUES["layer_types"] += [["sliding_attention", "full_attention"], ["full_attention", "conv"], ["conv"]]
 VALUES["rope_parameters"] += [
     {"full_attention": {"rope_type": "linear", "factor": 3.0}, "sliding_attention": {"rope_theta": 77.0}},
     {"sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
@@ -224,7 +238,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             folder / name,
             family.model_type,
             tie=True,
-            **shape | ({"layers": 2} if family.delta_net else {}) | more.get(name, {}),
+            **shape | ({"layers": 2} if family.has_states else {}) | more.get(name, {}),
         )
         for name, family in FAMILIES.items()
     }
@@ -278,7 +292,7 @@ def test_the_logits_of_transformers_or_a_refusal_by_name(
 def test_a_field_that_is_not_there_is_what_transformers_takes_it_for(family: str, checkpoints: dict[str, Path]) -> None:
     folder = checkpoints[family]
     served = {name for name in json.loads((folder / "config.json").read_text()) if check(folder, {}, absent=name)}
-    assert {"rms_norm_eps", "rope_parameters"} <= served
+    assert {FAMILIES[family].eps_field, "rope_parameters"} <= served
 
 
 @pytest.mark.usefixtures("quiet")

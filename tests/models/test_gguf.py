@@ -194,7 +194,7 @@ def test_tokenizer_is_the_checkpoint_s(tmp_path: Path) -> None:
     assert Tokenizer(str(both)).encode("a", add_special_tokens=False) == theirs.encode("a")
 
 
-@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "lfm2", "qwen2", "tekken", "gpt-4o"])
 def test_text_is_split_as_the_file_says(pre: str, tmp_path: Path) -> None:
     """Check how text is split: each `pre` treats digits, contractions and line breaks differently; expressions are
     those of the models' tokenizer.json."""

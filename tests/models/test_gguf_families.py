@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     ),
     "qwen3moe": ("qwen3_moe", None, {"moe_intermediate_size": 64}),
     "mixtral": ("mixtral", None, {}),
+    "lfm2": ("lfm2", None, {"layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "gpt-oss": ("gpt_oss", None, {"swiglu_limit": 7.0, "rope_parameters": GPT_OSS_ROPE, "tie": False}),
 }
 """transformers' `model_type`, the file's name for it, and how the checkpoint differs from the usual small one."""
@@ -108,6 +109,9 @@ def test_numbers_of_a_file_are_the_checkpoint_s(case: str, source: Callable[[str
         "attention_scale",
         "rotary_dim",
         "embedding_multiplier",
+        "conv",
+        "intermediate_size",
+        "rms_norm_eps",
     ):
         assert getattr(ours, name) == getattr(theirs, name), name
 
@@ -229,6 +233,13 @@ def test_a_file_with_an_attention_factor_of_its_own(source: Callable[[str], Path
         ("qwen3moe", {"expert_used_count": None}, r"qwen3moe\.expert_used_count is missing"),
         ("qwen3moe", {"expert_gating_func": 2}, r"expert_gating_func=2: not implemented; allowed: 0 or 1"),
         ("qwen3moe", {"expert_shared_count": 1}, r"expert_shared_count=1: not implemented; allowed: 0"),
+        (
+            "lfm2",
+            {"attention__head_count_kv": [0, 3, 2, 0]},
+            r"count_kv=\[0, 3, 2, 0\]: not implemented; allowed: 0 or",
+        ),
+        ("lfm2", {"attention__head_count_kv": [0, 3]}, r"head_count_kv=\[0, 3\]: not implemented.* 4 layers"),
+        ("lfm2", {"shortconv__l_cache": None}, r"lfm2\.shortconv\.l_cache is missing"),
         ("gpt-oss", {"feed_forward_length": 161}, r"gpt-oss\.feed_forward_length=161: not implemented; allowed: 160"),
         ("gpt-oss", {"rope__freq_base_swa": 7.0}, r"rope\.freq_base_swa=7\.0: not implemented; allowed: 500\.0"),
     ],

@@ -43,9 +43,11 @@ DECLARED = {
     "no_rope_layer_interval": "no_rope_layers says it for each layer",
     "_sliding_window_pattern": "layer_types says it for each layer",
     "experts_per_token": "num_experts_per_tok says it, too",
+    "block_multiple_of": "of a size that is a multiple of the other value, too",
 }
 
 WITH = {
+    "block_ff_dim": ("intermediate_size",),
     "num_hidden_layers": ("layer_types", "no_rope_layers"),
     "hidden_size": ("rope_scaling",),
     "num_attention_heads": ("rope_scaling",),
@@ -72,7 +74,7 @@ def test_it_is_read_with_the_published_number_of_parameters(model: str, tmp_path
 
 
 def test_there_is_one_of_every_family() -> None:
-    # No published file of families whose layers have states, of Gemma 4, and of these two could be opened.
+    # No published file of families with delta nets, of Gemma 4, and of these two could be opened.
     opened = {name for name, family in FAMILIES.items() if not (family.delta_net or family.varied_layers)}
     opened -= {"Olmo3ForCausalLM", "SeedOssForCausalLM"}
     assert {raw["architectures"][0] for raw, _ in PUBLISHED.values()} == opened
@@ -88,6 +90,7 @@ def shrunk(raw: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": 2 if kv_heads == heads else 1,
         "hidden_size": 32 if "head_dim" in raw else 2 * head_dim,
         "intermediate_size": 24,
+        "block_ff_dim": 24,
         "moe_intermediate_size": 8,
         "vocab_size": 64,
         "num_local_experts": 4,
@@ -217,6 +220,8 @@ def test_what_is_declared_here_is_so_in_the_family_that_has_it() -> None:
     gemma = without(PUBLISHED["gemma-3-270m"][0], "layer_types")
     with pytest.raises(CheckpointError, match="_sliding_window_pattern=2: not implemented; allowed: 6, or layer_types"):
         parse_config(gemma | {"_sliding_window_pattern": 2})
+    lfm2 = PUBLISHED["LFM2-1.2B"][0]
+    assert [parse_config(lfm2 | {"block_multiple_of": size}).intermediate_size for size in (256, 1000)] == [8192, 9000]
     oss = plain(PUBLISHED["gpt-oss-20b"][0])
     with pytest.raises(CheckpointError, match="experts_per_token=2: must be num_experts_per_tok=4"):
         parse_config(oss | {"experts_per_token": 2})

@@ -10,7 +10,12 @@ import numpy as np
 from specrs.config import EngineConfig
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
-from specrs.models.errors import with_equal_layers, without_shared_experts, without_states
+from specrs.models.errors import (
+    with_equal_layers,
+    without_shared_experts,
+    without_short_convolutions,
+    without_states,
+)
 from specrs.models.kv_dtypes import resolve_cache_dtype
 from specrs.models.loader import CPU_DTYPES, DeviceDtypes, is_known_family, load_config, resolve_dtype
 from specrs.models.quantization.at_load import INT4_GROUPS
@@ -81,6 +86,7 @@ class ModelSource:
         if dtypes is not CPU_DTYPES:
             without_shared_experts(model, "on a GPU")
             with_equal_layers(model, "on a GPU")
+            without_short_convolutions(model, "on a GPU")
         if self.is_draft:
             without_states(model, "as a draft model")
         elif self.config.enable_lora:

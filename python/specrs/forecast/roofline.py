@@ -222,7 +222,7 @@ class Roofline:
     def memory_gb(self, batch: int) -> float:
         """Return the gigabytes of the weights of both models, and of the KV and the states of `batch` contexts."""
         positions, cached = batch * self.context, self.kv_cache_dtype
-        states = 0 if self.target.delta is None else batch * self.target.delta.row_bytes
+        states = 0 if self.target.states is None else batch * self.target.states.row_bytes
         total = states + weight_bytes(self.target, self.quantization) + positions * kv_bytes(self.target, cached)
         if self.draft is not None:
             total += weight_bytes(self.draft, self.draft_quantization) + positions * kv_bytes(self.draft, cached)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from specrs.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, Array, converted
 from specrs.errors import CheckpointError, invalid, short
 from specrs.models.hub import did_you_mean, download_bar, hub_error
+from specrs.models.registry import renamed
 from specrs.models.shard_index import place
 from specrs.models.wrappers import is_of_mtp_head, is_wrapped, log_mtp_head, text_names
 
@@ -112,6 +113,7 @@ class Checkpoint:
     """Tensors in a folder of safetensors files: one file, or several with an index. Tensor data is read on demand.
 
     Tensors of a multimodal checkpoint's text model have the names that the text model alone has: see `models.wrappers`.
+    Tensors of a family that names them differently have the names of other families: see `Family.tensor_names`.
     """
 
     def __init__(self, folder: Path, *, allow_base_model: bool = False, mtp_head: bool = False) -> None:
@@ -140,8 +142,9 @@ class Checkpoint:
         Empty for other files."""
         if not mtp_head and len(placed) < len(self.placement.files):
             log_mtp_head(folder, len(self.placement.files) - len(placed))
-        wrapped = not mtp_head and config.is_file() and is_wrapped(read_json(config))
-        self._names = text_names(folder, placed) if wrapped else {self.prefix + name: name for name in placed}
+        raw = read_json(config) if config.is_file() and not mtp_head else {}
+        found = text_names(folder, placed) if is_wrapped(raw) else {self.prefix + name: name for name in placed}
+        self._names = renamed(folder, found, raw.get("architectures"))
         """Name in the files of each tensor."""
         self.unlisted = frozenset(name for name, file in self._names.items() if file in self.placement.unlisted)
         """Tensors that the index does not list. They are read if the model has them and ignored otherwise."""

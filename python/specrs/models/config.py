@@ -18,6 +18,7 @@ from specrs.models.fields import NEUTRAL
 from specrs.models.layers import layer_kinds, parse_layers
 from specrs.models.registry import ExpertFields, Family, Norms, family_of
 from specrs.models.rope import ALL_KINDS, LongRopeScaling, Rope, RopeFacts, Scaling, rope_magnitude
+from specrs.models.short_conv import ShortConv, parse_intermediate_size, parse_short_conv
 from specrs.models.values import flag, number, optional_number, size
 from specrs.models.varied_layers import LayerEmbedding, LayerSizes, parse_layer_embedding, parse_layer_sizes
 
@@ -85,7 +86,9 @@ class ModelConfig:
     """Sizes of the experts that replace the MLP in some or all layers, or with `parallel_mlp` stand next to it. None:
     there are no experts."""
     delta: DeltaNet | None = None
-    """Sizes of the delta nets that replace attention in some layers. None: all layers have attention."""
+    """Sizes of the delta nets that replace attention in some layers. None: there are none."""
+    conv: ShortConv | None = None
+    """Sizes of the short convolutions that replace attention in some layers. None: there are none."""
     output_gate: bool = False
     """True if attention's output is multiplied by the sigmoid of a gate, a second half of each head of `q_proj`."""
     varied: tuple[LayerSizes, ...] = ()
@@ -98,6 +101,15 @@ class ModelConfig:
     """True if each head of values has an RMSNorm without weights."""
     final_logit_softcapping: float | None = None
     """Number c for which logits x become `c tanh(x / c)`. None: logits stay as they are."""
+
+    @property
+    def states(self) -> DeltaNet | ShortConv | None:
+        """Sizes of the layers that have a state in the place of keys and values. None: all layers have attention."""
+        return self.delta or self.conv
+
+    def has_state(self, layer: int) -> bool:
+        """Return whether a layer has a state in the place of keys and values."""
+        return self.states is not None and self.states.layers[layer]
 
     def sizes_of(self, layer: int) -> LayerSizes:
         """Return the sizes of a layer."""
@@ -115,14 +127,13 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that have attention, and so keys and values."""
-        every = range(self.num_layers)
-        return tuple(every if self.delta is None else (i for i in every if not self.delta.layers[i]))
+        return tuple(i for i in range(self.num_layers) if not self.has_state(i))
 
     @property
     def state_bytes(self) -> tuple[int, int]:
         """Bytes of states of a running request, and further bytes for each of its drafts. (0, 0) if all layers have
         attention."""
-        return (0, 0) if self.delta is None else (self.delta.row_bytes, self.delta.draft_bytes)
+        return (0, 0) if self.states is None else (self.states.row_bytes, self.states.draft_bytes)
 
     @property
     def num_parameters(self) -> int:
@@ -150,10 +161,9 @@ class ModelConfig:
         mlp = 3 * h * i + (2 * i + h) * self.mlp_bias
         norms = (4 if self.norms == "around" else 2) * h
         total = len(self.attention_layers) * attention + self.num_layers * norms + h + self.vocab_size * h
-        if self.delta is not None:
-            d = self.delta
-            net = h * d.outputs + d.inner * h + d.kernel * d.conv_dim + 2 * d.value_heads + d.value_dim
-            total += sum(d.layers) * net
+        if self.states is not None:
+            s = self.states
+            total += sum(s.layers) * (h * s.outputs + s.inner * h + s.num_small)
         if self.experts is None:
             return total + self.num_layers * mlp
         sparse = sum(self.experts.layers)
@@ -266,11 +276,12 @@ def parse_config(
     head_dim = _head_dim(raw, family, hidden, heads)
     factor = _rotary_factor(raw, family.rotary_factor) if family.partial_rotary else 1.0
     delta = parse_delta_net(raw, num_layers, by_key_head=family.fused_delta_net) if family.delta_net else None
+    conv = parse_short_conv(raw, num_layers, hidden) if family.short_conv else None
     experts = None if family.experts is None else parse_experts(raw, family.experts, num_layers)
     # Where every layer has experts, a file need not have the size of an MLP.
     only_experts = experts is not None and all(experts.layers) and not experts.parallel_mlp
     no_mlp = experts.intermediate_size if experts is not None and only_experts else None
-    if delta is not None:
+    if family.has_states:
         raw = {field: value for field, value in raw.items() if field != "layer_types"}
     if family.rope_sections:
         raw = {**raw} | {
@@ -285,7 +296,8 @@ def parse_config(
         raw = {**raw, "rope_parameters": dict(family.rope_default)}
     facts = RopeFacts(max_positions, family.rope_theta, _rotary_dim(head_dim, factor), original, kinds)
     (theta, scaling), ropes, windows = parse_layers(raw, family, num_layers, facts, factor)
-    intermediate = size(raw, "intermediate_size", no_mlp)
+    intermediate = parse_intermediate_size(raw) if family.short_conv else size(raw, "intermediate_size", no_mlp)
+    tie = "tie_embedding" if family.short_conv and "tie_embedding" in raw else "tie_word_embeddings"
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
@@ -295,11 +307,11 @@ def parse_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=number(raw, "rms_norm_eps", default=family.rms_norm_eps),
+        rms_norm_eps=number(raw, family.eps_field, default=family.rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=max_positions,
-        tie_word_embeddings=flag(raw, "tie_word_embeddings", default=family.tied),
+        tie_word_embeddings=flag(raw, tie, default=family.tied),
         has_lm_head=True,
         qk_norm=family.qk_norm is not None,
         qkv_bias=family.qkv_bias or attention_bias,
@@ -319,6 +331,7 @@ def parse_config(
         sinks=family.sinks,
         experts=experts,
         delta=delta,
+        conv=conv,
         output_gate=family.output_gate,
         **_multipliers(raw, family, hidden),
         **_varied(raw, family, num_layers, max_positions, LayerSizes(head_dim, kv_heads, intermediate)),

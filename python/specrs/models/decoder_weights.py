@@ -133,14 +133,14 @@ class LayerWeights(Generic[T, W]):
     """Norm before attention, [hidden]. [0] if the layer has no norm there."""
     qkv: W
     """Fused q, k and v projection: hidden -> (heads + 2 * kv_heads) * head_dim. Some layers project only q, or q and k:
-    see `LayerSizes`. With `output_gate`, each query is followed by its gate. In a layer with a delta net, it is the
-    net's input projection: see `tensors.delta_inputs`."""
+    see `LayerSizes`. With `output_gate`, each query is followed by its gate. In a layer with a state, it is the input
+    projection of what replaces attention: see `tensors.state_inputs`."""
     qk_norm: T | None
     """[heads + kv_heads, head_dim]: the query norm repeated for each query head, then the key norm for each KV head.
     With `qk_norm_whole`, the weights of one norm over all query heads and one over all KV heads, in the same shape.
     With `value_norm`, rows of 1 for the value heads follow. A layer without keys has rows for its query heads alone."""
     o: W
-    """Output projection of attention or of the delta net: heads * head_dim -> hidden."""
+    """Output projection of attention, heads * head_dim -> hidden, or of what replaces it."""
     post_attention_norm: T
     """Norm before the MLP, [hidden]. [0] if the layer has no norm there."""
     gate_up: W
@@ -159,7 +159,10 @@ class LayerWeights(Generic[T, W]):
     kv_scales: KVScales = UNSCALED
     """Scales of K and V in a quantized KV cache."""
     delta: DeltaWeights[T] | None = None
-    """Weights of the gated delta net that replaces attention. None: the layer has attention."""
+    """Weights of the gated delta net that replaces attention. None: the layer has none."""
+    conv: T | None = None
+    """Weights of the short convolution that replaces attention, [kernel, hidden], float32 or float64; the last row is
+    for the row's own input. None: the layer has none."""
     addition: AdditionWeights[T, W] | None = None
     """Weights with which the layer adds its embedding of the row's token. None: it adds none."""
     scalar: float = 1.0

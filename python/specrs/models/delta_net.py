@@ -53,6 +53,11 @@ class DeltaNet:
         return self.conv_dim + self.inner + 2 * self.value_heads
 
     @property
+    def num_small(self) -> int:
+        """Number of weights of a layer besides those of its projections."""
+        return self.kernel * self.conv_dim + 2 * self.value_heads + self.value_dim
+
+    @property
     def row_bytes(self) -> int:
         """Bytes that a running request keeps in float32: of each layer all heads' states and the convolution's earlier
         inputs."""

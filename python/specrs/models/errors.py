@@ -21,8 +21,15 @@ def malformed(field: str, value: object, allowed: str, *, file: str = "config.js
 def without_states(config: Any, where: str) -> None:
     """Raise UnsupportedModelError if the layers of a model have states. Code that cannot run such models calls this.
     `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU" or "as a draft model"."""
-    if config.delta is not None:
+    if config.states is not None:
         raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have no states")
+
+
+def without_short_convolutions(config: Any, where: str) -> None:
+    """Raise UnsupportedModelError if layers of a model have short convolutions. Code that cannot run such models calls
+    this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU"."""
+    if config.conv is not None:
+        raise unsupported("architectures", [config.architecture], f"{where}, a model without short convolutions")
 
 
 def without_shared_experts(config: Any, where: str) -> None:

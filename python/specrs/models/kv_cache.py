@@ -12,7 +12,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.kv_blocks import KVBlocks
 from specrs.models.kv_dtypes import kv_block_bytes, kv_layer_shapes, kv_shape, with_sources
 from specrs.models.kv_groups import KVGroups
-from specrs.models.torch_states import DeltaStates
+from specrs.models.torch_states import LayerStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class KVCache(KVBlocks[Tensor]):
     """For each layer with attention `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is
     K, V. Layers of different KV groups may be the same tensor, as are layers that share keys and values."""
     block_size: int
-    states: DeltaStates | None = None
+    states: LayerStates | None = None
     """States of the requests, for models whose layers have some. None: all layers have attention."""
 
     @classmethod
@@ -51,7 +51,7 @@ class KVCache(KVBlocks[Tensor]):
             own = [None if shape is None else _zeros(shape, dtype, device) for shape in shapes]
             return cls(with_sources(config, own), block_size)
         layers = list(_zeros(kv_shape(config, num_blocks + 1, block_size, groups), dtype, device).unbind(0))
-        states = None if config.delta is None else DeltaStates()
+        states = None if config.states is None else LayerStates()
         return cls(layers if groups is None else [layers[place] for place in groups.places], block_size, states)
 
     @classmethod

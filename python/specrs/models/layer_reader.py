@@ -42,9 +42,10 @@ from specrs.models.tensors import (
     ROUTER_SCALE,
     Readable,
     attention_inputs,
-    delta_inputs,
     norm_names,
     optional_shapes,
+    state_block,
+    state_inputs,
     tensor_shapes,
 )
 from specrs.models.varied_layers import LayerSizes
@@ -130,31 +131,42 @@ class LayerReader(ABC, Generic[T, W]):
             down=self.linear([f"{name}.down_proj"], bias=False),
         )
 
-    def delta_layer(self, prefix: str, c: ModelConfig) -> LayerWeights[T, W]:
-        """Return the layer with a delta net whose tensor names begin with `prefix`."""
-        assert c.delta is not None
-        net = prefix + "linear_attn."
+    def state_layer(self, prefix: str, c: ModelConfig) -> LayerWeights[T, W]:
+        """Return the layer with a delta net or a short convolution whose tensor names begin with `prefix`."""
+        assert c.states is not None
+        net = prefix + state_block(c.states)
         gate_up, down, experts = self._mlp(prefix, c)
         before, _, before_mlp, _ = norm_names(c)
-        wide = FLOAT64 if self.vector_dtype == FLOAT64 else FLOAT32
-        conv = self.checkpoint.read(net + "conv1d.weight", wide)[:, 0].T
-        return LayerWeights(
+        layer = LayerWeights(
             input_norm=self.place(self.norm(f"{prefix}{before}", c)),
             post_attention_norm=self.place(self.norm(f"{prefix}{before_mlp}", c)),
-            qkv=self.linear([net + name for name in delta_inputs(c.delta)], bias=False),
+            qkv=self.linear([net + name for name in state_inputs(c.states)], bias=False),
             qk_norm=None,
             o=self.linear([net + "out_proj"], bias=False),
             gate_up=gate_up,
             down=down,
             experts=experts,
-            delta=DeltaWeights(
-                conv=self.place(np.ascontiguousarray(conv)),
-                a_log=self.place(self.checkpoint.read(net + "A_log", wide)),
-                dt_bias=self.place(self.checkpoint.read(net + "dt_bias", wide)),
-                # This norm alone has no offset.
-                norm=self.place(self.checkpoint.read(net + "norm.weight", wide)),
-            ),
         )
+        if c.delta is None:
+            return replace(layer, conv=self.convolution(net + "conv.weight"))
+        wide = self._wide
+        delta = DeltaWeights(
+            conv=self.convolution(net + "conv1d.weight"),
+            a_log=self.place(self.checkpoint.read(net + "A_log", wide)),
+            dt_bias=self.place(self.checkpoint.read(net + "dt_bias", wide)),
+            # This norm alone has no offset.
+            norm=self.place(self.checkpoint.read(net + "norm.weight", wide)),
+        )
+        return replace(layer, delta=delta)
+
+    def convolution(self, name: str) -> T:
+        """Return the weights of a convolution of single channels, `[kernel, channels]`."""
+        return self.place(np.ascontiguousarray(self.checkpoint.read(name, self._wide)[:, 0].T))
+
+    @property
+    def _wide(self) -> np.dtype[Any]:
+        """Dtype of the weights with which states are computed."""
+        return FLOAT64 if self.vector_dtype == FLOAT64 else FLOAT32
 
     def qk_norm(self, attention: str, c: ModelConfig, sizes: LayerSizes) -> Array:
         """Return the norms of queries and keys, `[heads + kv_heads, head_dim]`, as `LayerWeights.qk_norm` describes."""
@@ -253,9 +265,9 @@ class ModelReader(LayerReader[T, W], Generic[T, W, D]):
         )
 
     def _layer(self, i: int) -> LayerWeights[T, W]:
-        prefix, delta = f"model.layers.{i}.", self.held.delta
-        if delta is not None and delta.layers[i]:
-            return self.delta_layer(prefix, self.held)
+        prefix = f"model.layers.{i}."
+        if self.held.has_state(i):
+            return self.state_layer(prefix, self.held)
         return self.layer(prefix, self.held, self.held.sizes_of(i))
 
     def layer_embedding(self) -> LayerEmbeddingWeights[T, W]:

@@ -286,6 +286,9 @@ def layer_arrays(layer: NativeLayer, c: ModelConfig, sizes: LayerSizes) -> dict[
         "sinks": layer.sinks,
         "output_gate": c.output_gate and layer.delta is None,
         "delta": None if layer.delta is None or c.delta is None else _delta_arrays(layer.delta, c.delta),
+        "conv": None
+        if layer.conv is None or c.conv is None
+        else {"kernel": c.conv.kernel, "conv": layer.conv.reshape(-1)},
         "o": stored_parts(layer.o),
         "attention_output_norm": layer.attention_output_norm,
         "post_attention_norm": layer.post_attention_norm if before else None,

@@ -1,8 +1,11 @@
 """Table of model families. All families share one decoder; a row of the table says how a family differs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, TypeAlias
 
+from specrs.errors import CheckpointError
 from specrs.models.errors import unsupported
 from specrs.models.rope import KINDS
 
@@ -148,6 +151,8 @@ class Family:
     query_pre_attn_scalar: int | None = None
     """Value of the field `query_pre_attn_scalar` if it is missing. Attention scores are divided by its square root.
     None: by sqrt(head_dim)."""
+    eps_field: str = "rms_norm_eps"
+    """Field for the number added to the mean square of norms."""
     rms_norm_eps: float = 1e-6
     tied: bool = False
     """True if a missing `tie_word_embeddings` means true."""
@@ -157,6 +162,9 @@ class Family:
     """True if some layers have a gated delta net in the place of attention: see `models.delta_net`."""
     fused_delta_net: bool = False
     """True if a delta net has two input projections, `in_proj_qkvz` and `in_proj_ba`, whose outputs lie by key head."""
+    short_conv: bool = False
+    """True if some layers have a gated short convolution in the place of attention, and fields have LFM2's names: see
+    `models.short_conv`."""
     output_gate: bool = False
     """True if attention's output is multiplied by the sigmoid of a gate. `q_proj` has of each head its query, then its
     gate."""
@@ -167,6 +175,13 @@ class Family:
     """True if checkpoints may have an MTP head `mtp.*`, which reads hidden states after the final norm."""
     neutral: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """Fields of this family that are not read, with the values at which they have no effect."""
+    tensor_names: tuple[tuple[str, str], ...] = ()
+    """Parts of tensor names in checkpoints of this family that differ, and the names that other families have."""
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers have a state in the place of keys and values."""
+        return self.delta_net or self.short_conv
 
 
 _QWEN3_5 = Family(
@@ -403,6 +418,29 @@ FAMILIES: dict[str, Family] = {
         ),
         neutral=tuple(field for field in _QWEN3_5.neutral if field[0] != "mlp_only_layers"),
     ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        "LFM2, LFM2.5, dense",
+        qk_norm="heads",
+        num_key_value_heads=8,
+        rope_theta=1e6,
+        eps_field="norm_eps",
+        rms_norm_eps=1e-5,
+        tied=True,
+        short_conv=True,
+        neutral=(("conv_bias", (None, False)), ("block_use_swiglu", (None, True)), ("use_pos_enc", (None, True))),
+        tensor_names=(
+            ("embedding_norm", "norm"),
+            ("operator_norm", "input_layernorm"),
+            ("ffn_norm", "post_attention_layernorm"),
+            ("self_attn.q_layernorm", "self_attn.q_norm"),
+            ("self_attn.k_layernorm", "self_attn.k_norm"),
+            ("self_attn.out_proj", "self_attn.o_proj"),
+            ("feed_forward.w1", "mlp.gate_proj"),
+            ("feed_forward.w3", "mlp.up_proj"),
+            ("feed_forward.w2", "mlp.down_proj"),
+        ),
+    ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         "gpt-oss",
@@ -465,3 +503,21 @@ def _of_causal_model(architecture: str) -> str:
     """Return the name of a base model's causal model; other names unchanged."""
     causal = architecture.removesuffix("Model") + "ForCausalLM"
     return causal if architecture.endswith("Model") and causal in FAMILIES else architecture
+
+
+def renamed(folder: Path, names: Mapping[str, str], architectures: object) -> dict[str, str]:
+    """Return `names`, a map from tensors to their names in the files of `folder`, with tensors named as in other
+    families: see `Family.tensor_names`. `architectures` is the field of config.json.
+
+    Raises CheckpointError if two tensors would have the same name.
+    """
+    pairs = family_of(architectures)[1].tensor_names if is_known(architectures) else ()
+    made: dict[str, str] = {}
+    for name, file in names.items():
+        own = f".{name}"
+        for theirs, ours in pairs:
+            own = own.replace(f".{theirs}.", f".{ours}.")
+        if own[1:] in made:
+            raise CheckpointError(f"{folder}: {made[own[1:]]} and {file} are the same tensor; remove one")
+        made[own[1:]] = file
+    return made

@@ -20,7 +20,7 @@ from specrs.arrays import Array, converted
 from specrs.errors import UnsupportedConfigError, UnsupportedModelError, invalid
 from specrs.models.config import ModelConfig
 from specrs.models.experts import SHARED_SIZE
-from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, delta_inputs, tensor_shapes
+from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, state_inputs, tensor_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def check_gpu_parts(c: ModelConfig, field: str, size: int) -> None:
     norms span the heads of several ranks, or its layers have states."""
     parts = (
         (c.qk_norm_whole, "norms over the query and key heads of all ranks"),
-        (c.delta is not None, "a model whose layers have states"),
+        (c.states is not None, "a model whose layers have states"),
     )
     for is_there, part in parts:
         if is_there:
@@ -75,6 +75,9 @@ def check_gpu_parts(c: ModelConfig, field: str, size: int) -> None:
 
 def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
     """Raise UnsupportedConfigError, which names `field`, if `size` ranks cannot split the model in `source`."""
+    if c.conv is not None:
+        reason = f"not implemented for a model with short convolutions, as in {source}; allowed: 1"
+        raise invalid(UnsupportedConfigError, field, size, reason)
     if c.varied:
         reason = f"not implemented for a model whose layers have different sizes, as in {source}; allowed: 1"
         raise invalid(UnsupportedConfigError, field, size, reason)
@@ -168,7 +171,7 @@ class Cuts:
             self._by_leaf |= {"q_norm": self._even, "k_norm": self._kv}
         if c.delta is not None:
             # Rows are ordered by head, but two tensors have q of all heads, then k, then v.
-            self._by_leaf |= dict.fromkeys(delta_inputs(c.delta), self._even)
+            self._by_leaf |= dict.fromkeys(state_inputs(c.delta), self._even)
             self._by_leaf |= {"in_proj_qkv": self._net_qkv, "conv1d": self._net_qkv, "out_proj": self._net_columns}
 
     def of(self, name: str, shape: tuple[int, ...]) -> Cut | None:

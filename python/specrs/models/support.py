@@ -27,7 +27,7 @@ def row(architecture: str, family: Family) -> tuple[str, ...]:
         family.models,
         YES,
         YES,
-        NO if has_shared or family.varied_layers else YES,
+        NO if has_shared or family.varied_layers or family.short_conv else YES,
         ", ".join(f"`{method}`" for method in methods),
         ", ".join(f"`{name}`" for name in AT_LOAD),
         YES if architecture in READ else NO,

@@ -11,6 +11,7 @@ import numpy as np
 from specrs.arrays import Array
 from specrs.models.config import ModelConfig
 from specrs.models.delta_net import DeltaNet
+from specrs.models.short_conv import ShortConv
 from specrs.models.varied_layers import LayerSizes
 
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -67,9 +68,10 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         q, kv = c.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         sparse = c.experts is not None and c.experts.layers[layer]
         parallel = c.experts is not None and c.experts.parallel_mlp
-        delta = c.delta is not None and c.delta.layers[layer]
-        if c.delta is not None and delta:
-            shapes |= {f"{prefix}linear_attn.{name}": shape for name, shape in delta_shapes(c.delta, h).items()}
+        has_state = c.has_state(layer)
+        if c.states is not None and has_state:
+            block = prefix + state_block(c.states)
+            shapes |= {f"{block}{name}": shape for name, shape in state_shapes(c.states, h).items()}
         if c.experts is not None and sparse:
             block, e = prefix + c.experts.block, c.experts.intermediate_size
             parts = {c.experts.router: (c.experts.count, h)}
@@ -88,7 +90,7 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
             if c.experts.parallel_mlp:
                 shapes |= {f"{prefix}{name}.weight": (h,) for name in PARALLEL_NORMS}
         for name, (rows, columns, bias) in _projections(c, sizes).items():
-            if (sparse and not parallel and name.startswith("mlp.")) or (delta and name.startswith("self_attn.")):
+            if (sparse and not parallel and name.startswith("mlp.")) or (has_state and name.startswith("self_attn.")):
                 continue
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
@@ -96,7 +98,7 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{prefix}{name}.weight": (h,) for name in norm_names(c) if name is not None}
         if c.sinks:
             shapes[f"{prefix}self_attn.sinks"] = (c.num_heads,)
-        if c.qk_norm and not delta:
+        if c.qk_norm and not has_state:
             norms = [("q", q if c.qk_norm_whole else sizes.head_dim)]
             if sizes.source is None:
                 norms.append(("k", kv if c.qk_norm_whole else sizes.head_dim))
@@ -150,24 +152,33 @@ def optional_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def delta_inputs(d: DeltaNet) -> dict[str, int]:
-    """Return the names of a delta net's input projections, in the order in which `LayerWeights.qkv` fuses them, with
-    their numbers of outputs."""
+def state_block(states: DeltaNet | ShortConv) -> str:
+    """Return the beginning, within a layer, of the names of the tensors that replace attention's."""
+    return "linear_attn." if isinstance(states, DeltaNet) else "conv."
+
+
+def state_inputs(d: DeltaNet | ShortConv) -> dict[str, int]:
+    """Return the names of the input projections of a delta net or short convolution, in the order in which
+    `LayerWeights.qkv` fuses them, with their numbers of outputs."""
+    if isinstance(d, ShortConv):
+        return {"in_proj": d.outputs}
     if d.by_key_head:
         return {"in_proj_qkvz": d.conv_dim + d.inner, "in_proj_ba": 2 * d.value_heads}
     heads = d.value_heads
     return {"in_proj_qkv": d.conv_dim, "in_proj_z": d.inner, "in_proj_b": heads, "in_proj_a": heads}
 
 
-def delta_shapes(d: DeltaNet, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors of a gated delta net, after `linear_attn.`."""
-    return {
-        **{f"{name}.weight": (rows, hidden) for name, rows in delta_inputs(d).items()},
+def state_shapes(d: DeltaNet | ShortConv, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors of a delta net or short convolution, after `state_block`."""
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, hidden) for name, rows in state_inputs(d).items()}
+    shapes["out_proj.weight"] = (hidden, d.inner)
+    if isinstance(d, ShortConv):
+        return shapes | {"conv.weight": (d.channels, 1, d.kernel)}
+    return shapes | {
         "conv1d.weight": (d.conv_dim, 1, d.kernel),
         "A_log": (d.value_heads,),
         "dt_bias": (d.value_heads,),
         "norm.weight": (d.value_dim,),
-        "out_proj.weight": (hidden, d.inner),
     }
 
 

@@ -34,7 +34,9 @@ from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups, kv_groups
 from specrs.models.lora import AdapterRows
 from specrs.models.rope import Rope, rope_magnitude
-from specrs.models.torch_delta_net import Runs, delta_net, runs_of
+from specrs.models.torch_delta_net import delta_net
+from specrs.models.torch_short_conv import short_conv
+from specrs.models.torch_states import Runs, runs_of
 from specrs.models.torch_weights import TorchExperts, TorchFacts, TorchWeights
 from specrs.parallel.ranks import Ranks
 
@@ -111,7 +113,7 @@ class TorchDecoder(TorchFacts):
             )
         attention = tuple(plans[kind] for kind in kinds)
         runs = None
-        if self.config.delta is not None:
+        if self.config.states is not None:
             runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts, inputs.snapshots)
         plan = PassPlan(self._rotations(inputs.positions), attention, runs)
         added = None if self.weights.layer_embedding is None else self._layer_embeddings(inputs.input_ids, h)
@@ -153,9 +155,13 @@ class TorchDecoder(TorchFacts):
                 entries[i] = h
             x = rms_norm(h, w.input_norm, eps) if normed else h
             qkv = w.qkv.product(x)
-            if w.delta is not None and plan.runs is not None:
-                assert kv_cache.states is not None
-                x = w.o.product(delta_net(qkv, w.delta, c, i, plan.runs, kv_cache.states))
+            if plan.runs is not None and kv_cache.states is not None and c.has_state(i):
+                runs, states = plan.runs, kv_cache.states
+                if w.delta is not None:
+                    x = w.o.product(delta_net(qkv, w.delta, c, i, runs, states))
+                else:
+                    assert w.conv is not None
+                    x = w.o.product(short_conv(qkv, w.conv, i, runs, states))
             else:
                 cache, gate, sizes = caches[i], None, c.sizes_of(i)
                 kv_heads = sizes.num_kv_heads if sizes.source is None else 0

@@ -5,8 +5,6 @@ A state is computed row by row, in one order for prompts, decoding and drafts.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,39 +15,20 @@ from torch.nn.functional import silu, softplus
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DeltaWeights
 from specrs.models.delta_net import DeltaNet
-from specrs.models.torch_states import DeltaStates, State
+from specrs.models.torch_states import LayerStates, Runs
 
 
-class Runs(NamedTuple):
-    """Rows of a pass by request, as delta nets read them."""
+class DeltaState(NamedTuple):
+    """State of one layer after some position of a request."""
 
-    rows: tuple[tuple[int, tuple[int, ...], int], ...]
-    """For each request with rows, its state row, the indices of its rows in the pass, and the first position."""
-    prompts: bool
-    """True if all rows are committed tokens, so that only the last state is kept."""
-    snapshots: tuple[tuple[int, int, int], ...] = ()
-    """State row, length and slot of each snapshot to write, as in `PassInputs`."""
-
-
-def runs_of(
-    positions: Tensor,
-    q_start: Tensor,
-    state_rows: Sequence[int] | None,
-    prompts: bool,
-    snapshots: tuple[tuple[int, int, int], ...] = (),
-) -> Runs:
-    """Return the rows of a pass by request. `state_rows` has the state row of each; None: its index."""
-    at, starts = positions.tolist(), q_start.tolist()
-    found = []
-    for b, (first, end) in enumerate(itertools.pairwise(starts)):
-        rows = tuple(i for i in range(first, end) if at[i] >= 0)
-        if rows:
-            found.append((b if state_rows is None else state_rows[b], rows, at[rows[0]]))
-    return Runs(tuple(found), prompts, snapshots)
+    heads: Tensor
+    """[value_heads, key_dim, value_dim]"""
+    inputs: Tensor
+    """Inputs of the convolution at the last positions, [kernel - 1, conv_dim]."""
 
 
 def delta_net(
-    x: Tensor, w: DeltaWeights[Tensor], c: ModelConfig, layer: int, runs: Runs, states: DeltaStates
+    x: Tensor, w: DeltaWeights[Tensor], c: ModelConfig, layer: int, runs: Runs, states: LayerStates
 ) -> Tensor:
     """Return what a delta net gives its output projection, `[N, value_heads * value_dim]`. Mutates `states`.
 
@@ -61,27 +40,11 @@ def delta_net(
     x = x.to(wide)
     if d.by_key_head:
         x = x[:, _order(d)]
-    zero = State(
+    zero = DeltaState(
         x.new_zeros((d.value_heads, d.key_dim, d.value_dim)),
         x.new_zeros((d.kernel - 1, d.conv_dim)),
     )
-    for row, indices, first in runs.rows:
-        state = states.begin(row, layer, first, zero)
-        # States from the committed one on; those after it are of drafts, accepted up to `first`.
-        known = states.rows[row, layer] if first else {0: zero}
-        wanted = {length: slot for of, length, slot in runs.snapshots if of == row and length > min(known)}
-        for length in wanted.keys() & known.keys():
-            if length <= first:
-                states.keep(wanted[length], layer, length, known[length])
-        kept = {}
-        for count, index in enumerate(indices, 1):
-            o, state = step(x[index], w, d, state, c.rms_norm_eps)
-            out[index] = o
-            if first + count in wanted and (runs.prompts or count == 1):
-                states.keep(wanted[first + count], layer, first + count, state)
-            if not runs.prompts or count == len(indices):
-                kept[first + count] = state
-        states.rows[row, layer] = kept
+    out = states.run(layer, runs, zero, lambda i, state: step(x[i], w, d, DeltaState(*state), c.rms_norm_eps), out)
     if d.turned:
         out = out.view(-1, d.key_heads, d.value_heads // d.key_heads, d.value_dim).transpose(1, 2).flatten(1)
     return out
@@ -97,7 +60,7 @@ def _order(d: DeltaNet) -> Tensor:
     return torch.cat([part.flatten() for part in (*features, *gates)])
 
 
-def step(x: Tensor, w: DeltaWeights[Tensor], d: DeltaNet, state: State, eps: float) -> tuple[Tensor, State]:
+def step(x: Tensor, w: DeltaWeights[Tensor], d: DeltaNet, state: DeltaState, eps: float) -> tuple[Tensor, DeltaState]:
     """Return one row's output `[value_heads * value_dim]`, and the state after it (Yang et al. 2025, eq. 10)."""
     mixed, z, b, a = torch.split(x, [d.conv_dim, d.inner, d.value_heads, d.value_heads])
     inputs = torch.cat((state.inputs, mixed[None]))
@@ -112,7 +75,7 @@ def step(x: Tensor, w: DeltaWeights[Tensor], d: DeltaNet, state: State, eps: flo
     heads = heads + k[:, :, None] * delta[:, None, :]
     o = torch.einsum("hk,hkv->hv", q, heads)
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * w.norm
-    return (o * silu(z.view(d.value_heads, d.value_dim))).flatten(), State(heads, inputs[1:])
+    return (o * silu(z.view(d.value_heads, d.value_dim))).flatten(), DeltaState(heads, inputs[1:])
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from specrs.kernels.cuda.delta_runs import delta_runs, delta_runs_reference
 from specrs.models.decoder_weights import DeltaWeights
 from specrs.models.delta_net import DeltaNet
 from specrs.models.inputs import ChunkRows, PassInputs
-from specrs.models.torch_delta_net import Runs, delta_net
-from specrs.models.torch_states import DeltaStates
+from specrs.models.torch_delta_net import delta_net
+from specrs.models.torch_states import LayerStates, Runs
 from sweep import sweep
 from torch import Tensor
 
@@ -92,8 +92,8 @@ class Driver:
     dtype: torch.dtype = torch.float32
     slots: int = 0
     states: NetStates = field(init=False)
-    exact: DeltaStates = field(default_factory=DeltaStates)
-    own: DeltaStates = field(default_factory=DeltaStates)
+    exact: LayerStates = field(default_factory=LayerStates)
+    own: LayerStates = field(default_factory=LayerStates)
 
     def __post_init__(self) -> None:
         self.states = NetStates.allocate(

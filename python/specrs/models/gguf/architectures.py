@@ -22,6 +22,8 @@ class Architecture:
     halves."""
     mlp_norm: str = "ffn_norm"
     """Name of the norm before the MLP."""
+    final_norm: str = "output_norm"
+    """Name of the norm before the LM head."""
     window_period: int | None = None
     """Period of layers without a sliding window: all layers but every `window_period`-th have one. 0: all layers have
     one. None: no layer has one."""
@@ -56,6 +58,7 @@ ARCHITECTURES = {
     "qwen35": Architecture("Qwen3_5ForCausalLM", mlp_norm="post_attention_norm", delta_net="turned"),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", mlp_norm="post_attention_norm", delta_net="turned"),
     "qwen3next": Architecture("Qwen3NextForCausalLM", mlp_norm="post_attention_norm", delta_net="by key head"),
+    "lfm2": Architecture("Lfm2ForCausalLM", final_norm="token_embd_norm"),
     "gpt-oss": Architecture("GptOssForCausalLM", mlp_norm="post_attention_norm", window_period=2),
 }
 """Architectures by `general.architecture`. A pattern of windows in the file takes precedence over `window_period`."""

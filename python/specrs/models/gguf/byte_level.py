@@ -34,7 +34,7 @@ _GPT4O = (
 _GPT2, _DIGITS = "gpt2", "digits"
 """Rules for splitting text: ByteLevel's own expression, and each digit by itself before it."""
 SPLITS = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
@@ -45,7 +45,7 @@ SPLITS = {
 """Rule by which text is split into words before merges, for each value of `tokenizer.ggml.pre`."""
 NFC = frozenset({"qwen2", "qwen35", "deepseek-r1-qwen", "olmo", "mpt", "command-r"})
 """Values of `tokenizer.ggml.pre` whose tokenizers normalize text to NFC first, as their `tokenizer.json` does."""
-WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
+WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken"})
 """Values of `tokenizer.ggml.pre` whose tokenizers look a whole word up before they merge its parts. If the file does
 not say otherwise, they put BOS before a text."""
 

@@ -16,6 +16,7 @@ from specrs.models.gguf.types import PLAIN
 from specrs.models.gguf.vocabulary import end_ids
 from specrs.models.layers import FULL, SLIDING
 from specrs.models.registry import ExpertFields, Family
+from specrs.models.short_conv import CONV
 
 _GEMMA3_27B_LAYERS = 62
 """Number of layers of Gemma 3 27B. Only this size does not divide attention scores by the root of the head's size."""
@@ -47,7 +48,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "head_dim": head_dim,
-        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        family.eps_field: values.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": positions,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype({info.kind for info in file.tensors.values()}),
@@ -75,7 +76,12 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
     if family.delta_net:
         raw |= _delta_net(values, layers)
     raw |= _windows(values, architecture, layers)
-    raw |= _varied(values, raw, head_dim) if family.varied_layers else _sizes(values, heads, family.experts)
+    if family.varied_layers:
+        raw |= _varied(values, raw, head_dim)
+    elif family.short_conv:
+        raw |= _short_conv(values, layers)
+    else:
+        raw |= _sizes(values, heads, family.experts)
     raw |= _experts(values, family.experts)
     raw |= _biases(file, architecture)
     values.check_all_read()
@@ -117,6 +123,22 @@ def _delta_net(values: Fields, layers: int) -> dict[str, Any]:
             raise values.unsupported("attention.recurrent_layers", f"true or false for each of {layers} layers")
         raw["layer_types"] = [LINEAR if kind else FULL for kind in kinds[:layers]]
     return raw
+
+
+def _short_conv(values: Fields, layers: int) -> dict[str, Any]:
+    """Return the fields of config.json for layers with a short convolution, which have no KV heads, and for KV heads
+    and the MLP's size, which files have after its adjustment."""
+    counts = values.raw("attention.head_count_kv")
+    counts = counts if isinstance(counts, list) else [counts] * layers
+    if len(counts) != layers or any(type(n) is not int or n < 0 for n in counts) or len({0, *counts}) != 2:
+        raise values.unsupported("attention.head_count_kv", f"0 or one other number for each of {layers} layers")
+    return {
+        "num_key_value_heads": max(counts),
+        "layer_types": [FULL if count else CONV for count in counts],
+        "conv_L_cache": values.size("shortconv.l_cache"),
+        "intermediate_size": values.size("feed_forward_length"),
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def _sizes(values: Fields, heads: int, fields: ExpertFields | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from specrs.models.gguf.rope import FACTORS, LONG_FACTORS
 from specrs.models.tensors import EXPERT_SCALES, PARALLEL_NORMS, ROUTER_SCALE, norm_names
 from specrs.models.wrappers import HEAD
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP = {"token_embd": "model.embed_tokens", "output": "lm_head"}
 _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -43,6 +43,10 @@ _ADDITION = {
     "post_norm": "post_per_layer_input_norm",
 }
 """Tensors with which a layer adds its embedding, by their names in GGUF files."""
+_SHORT_CONV = {"shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj"}
+"""Projections of a short convolution, by their names in GGUF files."""
+_FILTERS = "shortconv.conv.weight"
+"""Weights of a short convolution, `[channels, kernel]`."""
 _SCALAR = "layer_output_scale.weight"
 _ROUTER_SCALES = {"ffn_gate_inp.scale": ROUTER_SCALE, "ffn_down_exps.scale": EXPERT_SCALES}
 """Factors of a router, after the block of experts, by their names in GGUF files."""
@@ -113,7 +117,9 @@ def places(file: GGUFFile, architecture: Architecture, c: ModelConfig) -> dict[s
     shape keep their shapes.
     """
     found: dict[str, Place] = {}
-    top = _TOP if c.layer_embedding is None else _TOP | _LAYER_EMBEDDING
+    top = _TOP | {architecture.final_norm: "model.norm"}
+    if c.layer_embedding is not None:
+        top |= _LAYER_EMBEDDING
     for name, info in file.tensors.items():
         if name in (FACTORS, *LONG_FACTORS.values()):
             continue
@@ -165,6 +171,8 @@ def _of_layer(
     elif c.experts is not None and c.experts.shared is not None and stem in _SHARED_EXPERT:
         whole = (1, *shape) if len(shape) == 1 else shape
         yield f"{c.experts.block}{_SHARED_EXPERT[stem]}.{kind}", Place(name, whole)
+    elif c.conv is not None and leaf == _FILTERS:
+        yield "conv.conv.weight", Place(name, (shape[0], 1, shape[1]) if len(shape) == 2 else shape)
     elif c.sinks and leaf == _SINKS:
         yield "self_attn.sinks", Place(name, shape)
     elif c.layer_scalars and leaf == _SCALAR:
@@ -235,4 +243,6 @@ def _layer_names(architecture: Architecture, c: ModelConfig) -> dict[str, str]:
             names |= dict(zip(_PARALLEL_NORMS, PARALLEL_NORMS, strict=True))
     if c.layer_embedding is not None:
         names |= _ADDITION
+    if c.conv is not None:
+        names |= _SHORT_CONV
     return names
