@@ -81,6 +81,25 @@ def fp8_block(source: Path, path: Path, *, block: tuple[int, int] = (128, 128), 
     return rewrite(source, path, config | fields, write, lambda name: name == "model.layers.0.mlp.down_proj")
 
 
+def fp8_matrix(source: Path, path: Path, names: tuple[str, str] = ("weight_scale", "input_scale")) -> Path:
+    """Write a checkpoint in FP8 with a scale for each matrix and one for its inputs. `names` are their tensors':
+    vLLM's, or those of transformers and Ministral 3."""
+
+    def write(_: str, weight: Tensor) -> Written:
+        scale = weight.abs().max() / 448
+        codes = (weight / scale).to(torch.float8_e4m3fn)
+        tensors = {"weight": codes, names[0]: scale, names[1]: torch.tensor(0.25)}
+        return tensors, codes.double() * scale.double()
+
+    config = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    }
+    return rewrite(source, path, config, write, no_layer)
+
+
 def _codes(weight: np.ndarray, group_of: np.ndarray, bits: int, sym: bool) -> tuple[np.ndarray, ...]:
     """Return codes `[out, in]`, zero points and fp16 scales `[out, groups]`."""
     out, groups, top = weight.shape[0], group_of.max() + 1, 2**bits - 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_json, make_checkpoint
-from quantized_files import awq, compressed, fp8_block, gptq
+from quantized_files import awq, compressed, fp8_block, fp8_matrix, gptq
 from safetensors.torch import load_file, save_file
 from specrs.arrays import BFLOAT16, FLOAT32
 from specrs.backends.cpu.weights import Rounding, load_native
@@ -29,6 +29,8 @@ Make = Callable[[Path, Path], Path]
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FORMATS: dict[str, tuple[Make, str | None]] = {
     "fp8-block": (fp8_block, None),
+    "fp8-matrix": (fp8_matrix, None),
+    "fp8-matrix-inverse": (lambda s, p: fp8_matrix(s, p, names=("weight_scale_inv", "activation_scale")), None),
     "fp8-uneven-block": (lambda s, p: fp8_block(s, p, block=(48, 80)), None),
     "ct-fp8-tensor": (lambda s, p: compressed(s, p, "float-quantized", strategy="tensor", **FP8), None),
     "ct-fp8-channel": (lambda s, p: compressed(s, p, "float-quantized", strategy="channel", **FP8), None),
@@ -180,6 +182,8 @@ def change(path: Path, layer: str, **tensors: Any) -> None:
 LAYER = "model.layers.1.mlp.up_proj"
 SCALES = {
     "fp8-block": ("weight_scale_inv", (1, 0)),
+    "fp8-matrix": ("weight_scale", ()),
+    "fp8-matrix-inverse": ("weight_scale_inv", ()),
     "ct-fp8-channel": ("weight_scale", (7, 0)),
     "ct-int8-channel": ("weight_scale", (7, 0)),
     "ct-int4-group": ("weight_scale", (7, 1)),
@@ -199,7 +203,7 @@ def test_scales_that_no_quantizer_writes(name: str, value: float, source: Path, 
     scales[at] = value
     change(path, LAYER, **{suffix: scales})
     for load in (load_model, load_native):
-        where = re.escape(f"{LAYER}.{suffix}{list(at)}={value:g}: must be ")
+        where = re.escape(f"{LAYER}.{suffix}{list(at) or ''}={value:g}: must be ")
         with pytest.raises(CheckpointError, match=where):
             load(path)
 

@@ -117,6 +117,11 @@ class Layer:
 class LinearFormat(ABC):
     """Format of the matrix `[out, in]` of a linear layer in a checkpoint."""
 
+    def of_layer(self, has: Callable[[str], bool]) -> LinearFormat:
+        """Return the format of a layer, where `has` says whether the layer has a tensor with a given suffix. Only the
+        names of its tensors may depend on that."""
+        return self
+
     @abstractmethod
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
         """Return the tensors that a layer of `out` outputs and `size` inputs must have, by suffix of its `name`. Raises

@@ -100,7 +100,8 @@ class QuantizedCheckpoint(QuantizedTensors):
         if len(shape) != 2 or name == EMBEDDING:
             return None
         module = name.removesuffix(".weight")
-        return self._scheme.format_of(self._modules.get(module, module))
+        form = self._scheme.format_of(self._modules.get(module, module))
+        return None if form is None else form.of_layer(lambda suffix: f"{module}.{suffix}" in self._files)
 
     def _unused(self, name: str) -> bool:
         if name.endswith(self._scheme.unused):

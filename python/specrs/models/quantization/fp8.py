@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from specrs.models.quantization.modules import is_in, patterns
 from specrs.models.tensors import LM_HEAD
 
 E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
+BLOCK_SCALE = "weight_scale_inv"
+"""Suffix of the tensor with a scale for each block, and in some checkpoints of the one with a matrix's scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,11 @@ class Float8(LinearFormat):
     """Outputs and inputs of a block. None: see `channel`."""
     channel: bool = False
     """Without blocks: True if each output has a scale, False if the matrix has one."""
+
+    def of_layer(self, has: Callable[[str], bool]) -> LinearFormat:
+        """Return the format with the name of scales that the layer has: transformers writes the scale of a whole matrix
+        as `weight_scale_inv`, too, vLLM as `weight_scale`."""
+        return replace(self, scale=BLOCK_SCALE) if has(BLOCK_SCALE) else self
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
         """Return the tensors that a layer `[out, size]` must have, by suffix. Blocks at the edges may be cut off."""
@@ -77,14 +84,14 @@ def scheme(raw: Mapping[str, Any]) -> Scheme:
     if raw.get("activation_scheme") not in (None, "dynamic", "static"):
         raise unsupported(at + "activation_scheme", raw["activation_scheme"], "'dynamic' or 'static'")
     block = block_of(at + "weight_block_size", raw.get("weight_block_size"))
-    form = Float8("weight_scale_inv", block) if block else Float8()
+    form = Float8(BLOCK_SCALE, block) if block else Float8()
     names = [name for name in ("modules_to_not_convert", "ignored_layers") if raw.get(name) is not None]
     ignored = [module for name in names for module in patterns(name, raw[name])]
 
     def format_of(name: str) -> LinearFormat | None:
         return None if f"{name}.weight" == LM_HEAD or is_in(name, ignored) else form
 
-    return Scheme("fp8", format_of, unused=(".input_scale", ".k_scale", ".v_scale"))
+    return Scheme("fp8", format_of, unused=(".input_scale", ".activation_scale", ".k_scale", ".v_scale"))
 
 
 def block_of(field: str, value: object) -> tuple[int, int] | None:

@@ -64,7 +64,7 @@ _FP8 = "FP8 codes"
 _CODES_4, _CODES_8, _MXFP4 = "INT4 codes", "INT8 codes", "MXFP4 codes"
 _PACKED_4, _PACKED_8, _PACKED = "INT4, packed", "INT8, packed", "the file's blocks, packed"
 TABLE = (
-    Format("fp8", "e4m3, a scale for each block (Qwen3-FP8) or for the matrix", _BF16, _FP8),
+    Format("fp8", "e4m3, a scale for each block (Qwen3-FP8) or for the matrix (Ministral 3)", _BF16, _FP8),
     Format("compressed-tensors", "FP8: a scale for the matrix, each output or each block", _BF16, _FP8),
     Format("compressed-tensors", "INT8 (W8A8, W8A16), symmetric", _PACKED_8, _CODES_8),
     Format("compressed-tensors", "INT8, not symmetric", _BF16, _NUMBERS),
