@@ -1870,6 +1870,7 @@ class CpuWeights:
         assistant: Mapping[str, object] | None = None,
         rotations: tuple[list[tuple[list[float], float]], list[int | None]] | None = None,
         multipliers: tuple[float, float, float] | None = None,
+        query_scaling: tuple[float, int] | None = None,
         windows: list[int | None] | None = None,
         activation: str = "silu",
         clamped_swiglu: tuple[float, float] | None = None,
@@ -1945,6 +1946,8 @@ class CpuWeights:
                 for each layer which of them it has, or None. None: `frequencies` in all layers.
             multipliers: of embeddings, of what attention and MLP add to the residual stream, and of attention scores.
                 None: 1, 1 and 1 / sqrt(head_dim).
+            query_scaling: beta and length of the factor of queries, `1 + beta ln(1 + floor(position / length))`. None:
+                it is 1.
             windows: for each layer how many positions a row attends, its own among them and the last; None: all.
             activation: of the MLP's gate, `silu` or `gelu_pytorch_tanh`.
             clamped_swiglu: in place of it alpha and limit of `g sigmoid(alpha g) (u + 1)`, the gate g at most limit and

@@ -63,6 +63,10 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
         {"multipliers": (1.0, float("nan"), 1.0)},
         "^residual multiplier=NaN: must be a finite number above 0$",
     ),
+    "a query scaling without a length": (
+        {"query_scaling": (0.1, 0)},
+        "^query_scaling's length=0: must be at least 1$",
+    ),
     "a layer's norm": (
         {"layers": layer_with("input_norm", np.ones(HIDDEN + 1, np.float32))},
         r"^layers\[0\].input_norm=9 elements: must be 8$",

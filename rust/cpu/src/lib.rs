@@ -48,7 +48,8 @@ pub use shape::{ConvShape, DeltaShape, ModelShape, StateShape};
 pub use states::StateSnapshot;
 pub use values::{Values, ValuesMut};
 pub use weights::{
-    AssistantWeights, Eagle3Weights, Embedding, HeadWeights, LayerEmbedding, MtpWeights, Multipliers, Rotation, Weights,
+    AssistantWeights, Eagle3Weights, Embedding, HeadWeights, LayerEmbedding, MtpWeights, Multipliers, QueryScaling,
+    Rotation, Weights,
 };
 
 /// Returns the settings of a property test with at most `most` cases. Miri tries three, and cannot write failures to a

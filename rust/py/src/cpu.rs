@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use specrs_cpu::{
     Activation, Addition, AssistantWeights, ConvShape, ConvWeights, DeltaShape, DeltaWeights, Eagle3Weights, Experts,
     HeadWeights, Isa, KvCache, KvLayer, KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape,
-    MtpWeights, Multipliers, ParallelMlp, Part, Pool, QkNorm, Rotation, RouterScales, SharedExpert, StateWeights,
-    Tiles, Values, VariedLayer, Weights,
+    MtpWeights, Multipliers, ParallelMlp, Part, Pool, QkNorm, QueryScaling, Rotation, RouterScales, SharedExpert,
+    StateWeights, Tiles, Values, VariedLayer, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -442,7 +442,7 @@ impl CpuWeights {
     #[pyo3(signature = (
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
         final_norm, lm_head, frequencies, head = None, mtp = None, assistant = None, rotations = None, multipliers = None,
-        windows = None, activation = "silu", clamped_swiglu = None, kv_scales = None,
+        query_scaling = None, windows = None, activation = "silu", clamped_swiglu = None, kv_scales = None,
         layer_embedding = None, softcap = None, target_ids = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
@@ -466,6 +466,7 @@ impl CpuWeights {
         assistant: Option<AssistantArrays<'_>>,
         rotations: Option<Rotations>,
         multipliers: Option<(f32, f32, f32)>,
+        query_scaling: Option<(f32, usize)>,
         windows: Option<Vec<Option<usize>>>,
         activation: &str,
         clamped_swiglu: Option<(f32, f32)>,
@@ -541,6 +542,10 @@ impl CpuWeights {
                 Some((embedding, residual, scores)) => {
                     weights.with_multipliers(Multipliers { embedding, residual, scores })
                 }
+                None => Ok(weights),
+            })
+            .and_then(|weights| match query_scaling {
+                Some((beta, length)) => weights.with_query_scaling(QueryScaling { beta, length }),
                 None => Ok(weights),
             })
             .and_then(|weights| match windows {

@@ -89,6 +89,8 @@ struct HeadInputs<'a> {
     scales: &'a [f32],
     cos: &'a [f32],
     sin: &'a [f32],
+    /// Factor of each row's queries; empty if all are 1.
+    query_factors: &'a [f32],
     /// KV slot of each row.
     slots: &'a [i64],
 }
@@ -118,7 +120,7 @@ impl<'a> Context<'a> {
         let shape = &layer.shape;
         let (rows, shares, kv_heads) = (self.rows(), self.shares, shape.num_kv_heads);
         let sizes = [paging.shape.num_blocks + 1, 2 * kv_heads, paging.shape.block_size * shape.head_dim];
-        let Buffers { h, e, added, heads, q, gates, attended, cos, sin, .. } = buffers;
+        let Buffers { h, e, added, heads, q, gates, attended, cos, sin, query_factors, .. } = buffers;
         if layer.qk_norm_whole {
             self.project(layer, &shares.qkv, h, e, heads, private);
         }
@@ -144,7 +146,8 @@ impl<'a> Context<'a> {
                 let Private { x, y, z, scales, attend, room, .. } = own;
                 let whole = layer.qk_norm_whole;
                 let mut fed = if whole { Fed::rows(&[]) } else { self.fed(Projection::Qkv, &layer.qkv, x, room) };
-                let inputs = HeadInputs { projected: heads, scales, cos, sin, slots: paging.slots };
+                let slots = paging.slots;
+                let inputs = HeadInputs { projected: heads, scales, cos, sin, query_factors, slots };
                 for piece in pieces {
                     if let Some(gates) = &gates {
                         self.gates(layer, piece, &mut fed, z, gates.take(piece).row_mut(0));
@@ -313,6 +316,11 @@ impl<'a> Context<'a> {
                 let (values, padding) = q.as_flattened_mut().split_at_mut(dim);
                 values.copy_from_slice(y);
                 padding.fill(0.0);
+                if let Some(factor) = given.query_factors.get(row) {
+                    for x in values {
+                        *x *= factor;
+                    }
+                }
             }
         }
         if layer.source.is_some() {

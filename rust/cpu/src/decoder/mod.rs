@@ -19,7 +19,7 @@ mod states;
 
 use crate::error::{Error, Result, check_len};
 use crate::isa::{Isa, LANES, Tiles, Vector};
-use crate::kernels::{Angles, RmsNorm, Rounding};
+use crate::kernels::{Angles, RmsNorm, Rounding, query_factor};
 use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
 use crate::pass::{Entries, HeadStates, MAX_TILE_ROWS, Output, Pass};
@@ -27,7 +27,7 @@ use crate::pool::{Pool, Session};
 use crate::shape::ModelShape;
 use crate::states::{FedRows, of_tile};
 use crate::values::ValuesMut;
-use crate::weights::{HeadInput, Weights};
+use crate::weights::{HeadInput, QueryScaling, Weights};
 use loras::AdaptedRows;
 use products::TileRoom;
 use scratch::{Buffers, Private};
@@ -480,7 +480,7 @@ impl Context<'_> {
         }
     }
 
-    /// Computes the rows' embeddings, zeros for masked rows, and the angles of their positions.
+    /// Computes the rows' embeddings, zeros for masked rows, and the angles and query factors of their positions.
     fn embed(&self, buffers: &mut Buffers) {
         let hidden = self.weights.shape.hidden_size;
         for row in 0..self.rows() {
@@ -538,6 +538,9 @@ impl Context<'_> {
                     cos: &mut buffers.cos[angles.clone()],
                     sin: &mut buffers.sin[angles],
                 });
+            }
+            if let Some(QueryScaling { beta, length }) = self.weights.query_scaling {
+                buffers.query_factors[row] = query_factor(position.max(0), beta, length);
             }
         }
     }

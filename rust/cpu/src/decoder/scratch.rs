@@ -52,6 +52,8 @@ pub(super) struct Buffers {
     /// `sin` has the same layout.
     pub(super) cos: Vec<f32>,
     pub(super) sin: Vec<f32>,
+    /// Factors of queries, `[rows]`, for models that scale queries by position.
+    pub(super) query_factors: Vec<f32>,
 }
 
 /// Inputs and outputs of a layer's experts, for tiles of 64 rows.
@@ -154,6 +156,7 @@ impl Buffers {
             mixture: weights.experts.map(Mixture::new).unwrap_or_default(),
             cos: vec![0.0; rotations * rows * dim / 2],
             sin: vec![0.0; rotations * rows * dim / 2],
+            query_factors: vec![0.0; where_some(weights.query_scaling.is_some(), rows)],
         }
     }
 
@@ -169,6 +172,7 @@ impl Buffers {
             &mut self.netted,
             &mut self.cos,
             &mut self.sin,
+            &mut self.query_factors,
             &mut self.layer_embedding,
             &mut self.looked_up,
         ] {

@@ -28,7 +28,7 @@ fn exp(x: f64) -> f64 {
 
 /// Returns `ln(1 + y)` of y in [0, 1]: `2 artanh(y / (2 + y))` as its series to the 25th power, which is within 2^-42
 /// of it.
-fn ln_1p(y: f64) -> f64 {
+pub(super) fn ln_1p(y: f64) -> f64 {
     let t = y / (2.0 + y);
     let square = t * t;
     let mut series = 1.0 / 25.0;

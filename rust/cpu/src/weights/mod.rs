@@ -56,6 +56,16 @@ pub struct Rotation {
     pub magnitude: f32,
 }
 
+/// Growth of queries with their position: after its rotation, a query is multiplied by
+/// `1 + beta ln(1 + floor(position / length))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryScaling {
+    /// Factor of the logarithm.
+    pub beta: f32,
+    /// Number of positions from one factor to the next.
+    pub length: usize,
+}
+
 /// Embeddings that layers read in addition, one for each token and layer (per-layer embeddings in Gemma). For the
 /// scaled embedding e of a token, layer i's is `(norm(projection e / sqrt(hidden))[i] + table[token][i] * sqrt(size)) /
 /// sqrt(2)`.
@@ -102,6 +112,8 @@ pub struct Weights {
     pub(crate) lm_head: Linear,
     pub(crate) rotations: Vec<Rotation>,
     pub(crate) multipliers: Multipliers,
+    /// Factors of queries by position; `None` if all are 1.
+    pub(crate) query_scaling: Option<QueryScaling>,
     pub(crate) activation: Activation,
     pub(crate) experts: Option<ExpertSizes>,
     /// Sizes of the layers with a state, and their number; `None` if all layers have attention.
@@ -252,6 +264,7 @@ impl Weights {
             lm_head,
             rotations: vec![Rotation { frequencies, magnitude: 1.0 }],
             multipliers: Multipliers { embedding: 1.0, residual: 1.0, scores },
+            query_scaling: None,
             activation: Activation::Silu,
             experts,
             states,
@@ -390,6 +403,18 @@ impl Weights {
         check_multiplier("residual multiplier", multipliers.residual)?;
         check_multiplier("scores multiplier", multipliers.scores)?;
         Ok(Self { multipliers, ..self })
+    }
+
+    /// Sets the factors of queries by position. By default, all are 1.
+    ///
+    /// # Errors
+    /// If beta is not finite and above 0, or the length is 0.
+    pub fn with_query_scaling(self, scaling: QueryScaling) -> Result<Self> {
+        check_multiplier("query_scaling's beta", scaling.beta)?;
+        if scaling.length == 0 {
+            return Err(Error::invalid("query_scaling's length", 0, "at least 1"));
+        }
+        Ok(Self { query_scaling: Some(scaling), ..self })
     }
 
     /// Returns the target's hidden states that a head reads, as [`Entries`](crate::Entries) numbers them, and the

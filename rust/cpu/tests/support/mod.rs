@@ -19,7 +19,8 @@ pub use host::Host;
 pub use reference::Near;
 use specrs_cpu::{
     Activation, Bf16, Decoder, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora, LoraLayer,
-    LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, Rounding, Tiles, Values, ValuesMut, Weights,
+    LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, QueryScaling, Rounding, Tiles, Values, ValuesMut,
+    Weights,
 };
 use std::sync::Arc;
 pub use weights::{Dense, LowRank, Stored, group_of};
@@ -105,6 +106,8 @@ pub struct Kind {
     pub clamped: bool,
     /// Whether heads have attention sinks: an extra score without a value.
     pub sinks: bool,
+    /// Whether queries grow with their position, by [`GROWTH`].
+    pub grows: bool,
     /// Number of fraction bits of a FP8 KV cache; 0 if it is not quantized.
     pub fraction: u32,
 }
@@ -115,6 +118,8 @@ pub const KV_SCALES: (f32, f32) = (0.043, 0.019);
 /// Factor of a clamped activation's sigmoid. Gates and values of these models reach [`LIMIT`].
 pub const ALPHA: f32 = 1.702;
 pub const LIMIT: f32 = 0.75;
+
+pub const GROWTH: QueryScaling = QueryScaling { beta: 0.6, length: 6 };
 
 pub const QWEN3: Kind = Kind {
     qk_norm: true,
@@ -139,6 +144,7 @@ pub const QWEN3: Kind = Kind {
     expert_bias: false,
     clamped: false,
     sinks: false,
+    grows: false,
     fraction: 0,
 };
 const LLAMA: Kind = Kind { qk_norm: false, ..QWEN3 };
@@ -146,10 +152,11 @@ pub const LLAMA3: Kind = Kind { split: true, scaled: true, ..LLAMA };
 pub const LLAMA_BIAS: Kind = Kind { qkv_bias: true, other_bias: true, tied: false, split: true, ..LLAMA };
 pub const QWEN2: Kind = Kind { qkv_bias: true, ..LLAMA };
 pub const MISTRAL: Kind = Kind { tied: false, split: true, ..LLAMA };
+pub const MINISTRAL3: Kind = Kind { grows: true, ..MISTRAL };
 pub const WINDOWED: Kind = Kind { window: 7, all_windows: true, ..MISTRAL };
 pub const OLMO2: Kind = Kind { whole: true, before: false, behind: true, ..QWEN3 };
 pub const GEMMA3: Kind = Kind { behind: true, gelu: true, window: 5, ..QWEN3 };
-pub const KINDS: [Kind; 8] = [QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL, WINDOWED, OLMO2, GEMMA3];
+pub const KINDS: [Kind; 9] = [QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL, MINISTRAL3, WINDOWED, OLMO2, GEMMA3];
 pub const EXPERTS: Kind = Kind { experts: 5, ..QWEN3 };
 pub const MIXTRAL: Kind = Kind { experts: 9, normalized: true, window: 9, all_windows: true, ..MISTRAL };
 pub const AROUND_EXPERTS: Kind = Kind { experts: 3, ..GEMMA3 };
@@ -341,6 +348,10 @@ impl Model {
         };
         let weights = weights.and_then(|weights| weights.with_activation(activation));
         let weights = weights.and_then(|weights| weights.with_windows(&windows));
+        let weights = match self.kind.grows {
+            true => weights.and_then(|weights| weights.with_query_scaling(GROWTH)),
+            false => weights,
+        };
         Arc::new(weights.and_then(|weights| weights.with_kv_scales(&vec![KV_SCALES; windows.len()])).unwrap())
     }
 

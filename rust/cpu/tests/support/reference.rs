@@ -5,7 +5,7 @@
 //! Where `n` numbers are summed in 16 lanes, n / 16 roundings of partial sums come in a row, then 4 of the tree.
 //! Variances add up, and go through a product by the squares of its weights.
 
-use super::{ALPHA, Dense, KV_SCALES, KeysValues, LIMIT, Model};
+use super::{ALPHA, Dense, GROWTH, KV_SCALES, KeysValues, LIMIT, Model};
 
 /// Variance of rounding 1 to fp32.
 const ROUNDING: f64 = (1.0 / (1 << 24) as f64) * (1.0 / (1 << 24) as f64) / 3.0;
@@ -99,7 +99,11 @@ impl Model {
                         .collect()
                 };
                 let qk_norm = self.kind.qk_norm;
-                let q = heads(&layer.q, qk_norm.then_some(&layer.q_norm), true);
+                let mut q = heads(&layer.q, qk_norm.then_some(&layer.q_norm), true);
+                if self.kind.grows {
+                    let factor = grown(start + i);
+                    q.iter_mut().flatten().for_each(|x| *x = (*x * factor).rounded(1.0));
+                }
                 keys.push(self.stored(heads(&layer.k, qk_norm.then_some(&layer.k_norm), true), KV_SCALES.0));
                 values.push(self.stored(heads(&layer.v, None, false), KV_SCALES.1));
                 let mut attended = Vec::new();
@@ -224,6 +228,12 @@ fn rotate(x: &[Near], position: usize, frequencies: &[f32]) -> Vec<Near> {
             part(x[i], angle(i).cos()) + part(other, sign * angle(i).sin())
         })
         .collect()
+}
+
+/// Returns the factor of queries at a position.
+fn grown(position: usize) -> Near {
+    let steps = (position / GROWTH.length) as f64;
+    Near::new(1.0 + f64::from(GROWTH.beta) * (1.0 + steps).ln()).rounded(1.0)
 }
 
 /// Computes a softmax by groups of 16 positions, whose sums are rounded once per group.
