@@ -1,4 +1,5 @@
-"""Rotary position embedding in plain torch, in the half-split layout of transformers. Keeps no table of positions."""
+"""Rotary position embedding in plain torch, in the half-split layout of transformers, and factors of queries by
+position. Keeps no table of positions."""
 
 from typing import Any
 
@@ -52,3 +53,13 @@ def apply_rotary_(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """
     swapped = x.roll(x.shape[-1] // 2, -1)
     return x.mul_(cos).addcmul_(swapped, signed_sin)
+
+
+def query_factors(positions: Tensor, beta: float, length: int, dtype: torch.dtype) -> Tensor:
+    """Return `1 + beta ln(1 + floor(position / length))` for `positions` `[N]`, `[N, 1, 1]` of `dtype`. Negative
+    positions count as 0.
+
+    Computed in fp32 whatever `dtype` is, as in transformers' `models/ministral3`.
+    """
+    steps = torch.floor(positions.clamp(min=0) / length)
+    return (1 + beta * torch.log(1 + steps)).to(dtype).view(-1, 1, 1)
