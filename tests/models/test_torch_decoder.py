@@ -43,6 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn RoPE": ("qwen3", {"rope_parameters": YARN_ROPE}),
     "yarn RoPE, not truncated": ("mistral", {"rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 8.0}}),
     "yarn RoPE with weights": ("llama", {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 2.0}}),
+    "yarn RoPE with a weight of 0": ("llama", {"rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.0}}),
     "long RoPE": ("llama", {"rope_parameters": LONG_ROPE}),
     "windows": ("mistral", {"sliding_window": 9}),
     "part of a head rotated": ("phi3", {"head_dim": 16, "sliding_window": 9, "rope_parameters": PARTIAL_ROPE}),

@@ -310,13 +310,17 @@ def _llama3(source: Mapping[str, Any], name: str) -> Llama3Scaling:
 
 def _yarn_magnitude(source: Mapping[str, Any], factor: float) -> float:
     """Return the magnitude of YaRN: 0.1 ln(factor) + 1 (Peng et al. 2023, eq. 22). If both `mscale` and
-    `mscale_all_dim` are there, return the quotient of two such terms, each with one of them as a weight on 0.1
-    ln(factor)."""
+    `mscale_all_dim` are there and not 0, return the quotient of two such terms, each with one of them as a weight on
+    0.1 ln(factor)."""
 
     def of(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    above, below = optional_number(source, "mscale"), optional_number(source, "mscale_all_dim")
+    def weight(field: str) -> float | None:
+        value = source.get(field)
+        return None if type(value) in (int, float) and value == 0 else optional_number(source, field)
+
+    above, below = weight("mscale"), weight("mscale_all_dim")
     return of(1.0) if above is None or below is None else of(above) / of(below)
 
 
