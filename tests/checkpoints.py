@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "mistral": {"sliding_window": None},
+    "ministral3": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 9},
     "seed_oss": {},
@@ -147,6 +148,19 @@ LONG_ROPE = {
 """A RoPE scaling of the type `longrope` for a head of 48 dimensions."""
 
 
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 7,
+    "llama_4_scaling_beta": 0.6,
+}
+"""RoPE of Ministral 3 whose queries grow from position 7 on, by several factors in a short text."""
+
+
 def make_checkpoint(
     path: Path,
     family: str = "qwen3",
@@ -178,6 +192,8 @@ def make_checkpoint(
     rope = rope_parameters or {"rope_type": "default", "rope_theta": 1e4}
     if family in ("gemma3_text", "olmo3") and "rope_type" in rope:
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+    if family == "ministral3" and rope_parameters is None:
+        rope = MINISTRAL_ROPE
     if family == "gemma4_text" and rope_parameters is None:
         rope = {
             "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},

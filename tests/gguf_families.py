@@ -15,6 +15,7 @@ import torch
 
 FILE_NAMES = {
     "mistral": "llama",
+    "ministral3": "mistral3",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
@@ -165,6 +166,7 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
         "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
         "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
         "rope.scaling.yarn_attn_factor": rope.get("attention_factor"),
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
     }
     return {name: value for name, value in fields.items() if value is not None}
 

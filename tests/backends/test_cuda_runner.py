@@ -257,7 +257,9 @@ def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sum(request.acceptance.histogram) for request in mine) > 0
 
 
-@pytest.mark.parametrize("family", ["olmo2", "phi3", "granite", "smollm3", "gemma3_text", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["olmo2", "phi3", "granite", "smollm3", "gemma3_text", "qwen3_moe", "mixtral", "ministral3"]
+)
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check each family with a layer of every kind that it has, such as a layer without RoPE in SmolLM3 and two kinds
     of RoPE in Gemma."""

@@ -90,10 +90,10 @@ def test_an_iteration_of_several_kv_groups_has_a_kernel_for_them(
             assert roofline.kernels(batch, k) == len(recorder.kernels) - looked_up
 
 
-@pytest.mark.parametrize("family", ["qwen2", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "mistral", "ministral3"])
 def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
-    """Check the calculator's counts for every family (norms after and around blocks, windows, experts), for few rows,
-    more than 64, and more than 2,048."""
+    """Check the calculator's counts for every family (norms after and around blocks, windows, experts, growing
+    queries), for few rows, more than 64, and more than 2,048."""
     fields = {"sliding_window": 32} if family == "mistral" else {}
     shape = {"layers": 3, "hidden": 64, "kv_heads": 2, "head_dim": 64, "vocab": 97}
     target = make_checkpoint(tmp_path, family, **shape, **fields)  # type: ignore[arg-type]
@@ -115,11 +115,18 @@ def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
             assert roofline.draft_pass(40, rows).kernels == found, rows
 
 
-def test_what_comes_before_a_dependent_kernel(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "before_attention"),
+    [
+        ("qwen3", {"qk_norm_rope_kernel", "skinny_linear_kernel", "combine_tiles_kernel"}),
+        ("ministral3", {"scale_queries_kernel"}),
+    ],
+)
+def test_what_comes_before_a_dependent_kernel(family: str, before_attention: set[str], tmp_path: Path) -> None:
     """Check what comes before a kernel that starts early (a dependent launch). It must be no copy, because a copy's
     graph node cannot start it. Attention reads positions before it waits, so the kernel before it must have waited for
     the writers of positions, or let nothing start early."""
-    target = make_checkpoint(tmp_path, "qwen3", layers=1, hidden=64, kv_heads=2, head_dim=64, vocab=97)
+    target = make_checkpoint(tmp_path, family, layers=1, hidden=64, kv_heads=2, head_dim=64, vocab=97)
     buckets = Buckets(batch_buckets(24), 3, max_chunk_rows=256, max_chunks=24, merges=4)
     with fake_context(target, target, 3, max_model_len=128, max_num_seqs=24) as ctx:
         recorders = []
@@ -140,5 +147,5 @@ def test_what_comes_before_a_dependent_kernel(tmp_path: Path) -> None:
             assert "copy" not in name, kernel.name
             if kernel.name == "paged_attention_kernel":
                 seen.add(name)
-    assert seen <= {"qk_norm_rope_kernel", "skinny_linear_kernel", "combine_tiles_kernel"}, seen
-    assert "qk_norm_rope_kernel" in seen
+    assert seen <= before_attention, seen
+    assert seen & {"qk_norm_rope_kernel", "scale_queries_kernel"}

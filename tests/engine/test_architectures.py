@@ -65,6 +65,9 @@ def drawn_rope(draw: st.DrawFn, family: str, dim: int) -> dict[str, Any]:
     kind, theta = draw(st.sampled_from(BY_TYPE[family].rope_kinds)), {"rope_theta": 500.0}
     if kind == "longrope":
         return LONG_ROPE | {field: LONG_ROPE[field][: dim // 2] for field in ("short_factor", "long_factor")}
+    if BY_TYPE[family].query_scaling:
+        length = {"original_max_position_embeddings": draw(st.sampled_from([3, 64]))}
+        return YARN_ROPE | length | {"llama_4_scaling_beta": draw(st.sampled_from([0, 0.6]))}
     plain = {"rope_type": kind, "factor": 3.0} | theta if kind != "default" else {"rope_type": kind} | theta
     return {"llama3": LLAMA3_ROPE, "yarn": YARN_ROPE | {"truncate": draw(st.booleans())}}.get(kind, plain)
 

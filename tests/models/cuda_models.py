@@ -33,6 +33,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2": ("qwen2", {"tie": False}),
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "ministral3": ("ministral3", {"tie": False}),
     "windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"sliding_window": 7, "layers": 4}),

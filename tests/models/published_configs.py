@@ -152,6 +152,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
              transformers_version="4.43.0.dev0"),
         12_247_782_400,
     ),
+    "Devstral-Small-2-24B-Instruct-2512": (
+        _raw("Ministral3ForCausalLM", "ministral3", (131072, 5120, 32768, 40, 32, 8, 393216), attention_dropout=0.0,
+             head_dim=128, rms_norm_eps=1e-05,
+             rope_parameters={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 48.0, "llama_4_scaling_beta": 0.1,
+                              "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8192,
+                              "rope_theta": 100000000.0, "rope_type": "yarn", "type": "yarn"},
+             sliding_window=None, tie_word_embeddings=False, transformers_version="5.0.0.dev0"),
+        23_572_403_200,
+    ),
     "Qwen2-7B-Instruct": (
         _raw("Qwen2ForCausalLM", "qwen2", (152064, 3584, 18944, 28, 28, 4, 32768), **_QWEN, max_window_layers=28,
              rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=False, transformers_version="4.41.2"),

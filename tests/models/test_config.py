@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LLAMA3_ROPE, LONG_ROPE, YARN_ROPE, make_checkpoint
+from checkpoints import LLAMA3_ROPE, LONG_ROPE, MINISTRAL_ROPE, YARN_ROPE, make_checkpoint
 from specrs.arrays import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from specrs.backends.table import BACKENDS
 from specrs.errors import CheckpointError, UnsupportedModelError
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.loader import load_config, resolve_dtype
+from specrs.models.query_scaling import QueryScaling
 from specrs.models.rope import LinearScaling, Llama3Scaling, YarnScaling, frequencies
+from transformers import Ministral3Config
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -49,6 +51,12 @@ GEMMA3 = {key: value for key, value in QWEN3.items() if key not in ("hidden_act"
     "model_type": "gemma3_text",
     "sliding_window": 32,
     "num_hidden_layers": 7,
+}
+MINISTRAL3 = QWEN3 | {
+    "architectures": ["Ministral3ForCausalLM"],
+    "model_type": "ministral3",
+    "sliding_window": None,
+    "rope_parameters": MINISTRAL_ROPE,
 }
 QWEN2 = QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
@@ -205,6 +213,20 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (PHI3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     (PHI3, {"rope_parameters": LONG_ROPE | {"factor": 2.0}}, "original_max_position_embeddings=4096"),
     (GRANITE, {"sliding_window": 32}, "sliding_window=32"),
+    (MINISTRAL3, {"attention_bias": True}, "attention_bias=True"),
+    (
+        MINISTRAL3,
+        {"rope_parameters": LLAMA3_ROPE | {"llama_4_scaling_beta": 0.1}},
+        "rope_parameters.rope_type='llama3'",
+    ),
+    (MINISTRAL3, {"rope_parameters": {}}, "rope_parameters.rope_type='default': not implemented; allowed: 'yarn'"),
+    (
+        MINISTRAL3,
+        {"rope_scaling": MINISTRAL_ROPE | {"llama_4_scaling_beta": 0.1}},
+        "rope_scaling.llama_4_scaling_beta=",
+    ),
+    (MINISTRAL3, {"original_max_position_embeddings": 8}, "original_max_position_embeddings=8"),
+    (MISTRAL, {"rope_parameters": MINISTRAL_ROPE}, "rope_parameters.llama_4_scaling_beta=0.6"),
     (SMOLLM3, {"num_experts": 4}, "num_experts=4"),
     (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
     (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
@@ -312,6 +334,49 @@ def test_biases_of_seed_oss() -> None:
     assert (found.qkv_bias, found.o_bias, found.mlp_bias) == (False, True, True)
     with pytest.raises(CheckpointError, match="attention_out_bias=1: must be true or false"):
         parse_config(seed | {"attention_out_bias": 1})
+
+
+def test_fields_of_ministral3() -> None:
+    """Check Ministral 3: queries grow from the length of its RoPE on, unless the engine serves no text that long."""
+    config = parse_config(MINISTRAL3)
+    assert config.query_scaling == QueryScaling(0.6, 7)
+    assert (config.windows, config.tie_word_embeddings) == ((), True)
+    assert config.for_length(None) == config.for_length(8) == config
+    assert config.for_length(7) == dataclasses.replace(config, query_scaling=None)
+    assert parse_config(MINISTRAL3 | {"sliding_window": 100, "layer_types": None}).windows == (100, 100)
+    both = MINISTRAL3 | {"rope_scaling": MINISTRAL_ROPE}
+    assert parse_config(both) == config
+    # transformers does not read the second.
+    ignored = MINISTRAL_ROPE | {"type": "yarn", "max_position_embeddings": 999}
+    assert parse_config(MINISTRAL3 | {"rope_parameters": ignored}) == config
+    for value in (None, "x", True, -0.1, math.nan, 1e-9, 1e300, 10**400):
+        with pytest.raises(
+            CheckpointError, match=r"rope_parameters\.llama_4_scaling_beta=.*: must be 0, or a number fr"
+        ):
+            parse_config(MINISTRAL3 | {"rope_parameters": MINISTRAL_ROPE | {"llama_4_scaling_beta": value}})
+
+
+def test_ministral3_by_default() -> None:
+    """Check what transformers takes where the file says nothing: Ministral 3 8B."""
+    theirs = Ministral3Config()
+    raw = without(MINISTRAL3, "rope_parameters", "head_dim", "num_key_value_heads", "rms_norm_eps", "layer_types")
+    config = parse_config(raw | {"num_attention_heads": 32})
+    rope = theirs.rope_parameters
+    assert config.query_scaling == QueryScaling(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+    assert (config.head_dim, config.num_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads)
+    assert (config.rope_theta, config.rms_norm_eps) == (rope["rope_theta"], theirs.rms_norm_eps)
+    scaling = config.rope_scaling
+    assert isinstance(scaling, YarnScaling)
+    found = scaling.factor, scaling.beta_fast, scaling.beta_slow, scaling.magnitude
+    assert found == (rope["factor"], rope["beta_fast"], rope["beta_slow"], 1.0)
+
+
+def test_zeros_of_devstral_2() -> None:
+    """Check the zeros in Devstral 2's RoPE: queries do not grow, and `mscale_all_dim` counts as missing."""
+    rope = {"factor": 64.0, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0}
+    config = parse_config(MINISTRAL3 | {"rope_parameters": MINISTRAL_ROPE | rope})
+    assert config.query_scaling is None
+    assert config.rope_magnitude == pytest.approx(0.1 * math.log(64) + 1)
 
 
 def test_fields_of_smollm3() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import LLAMA3_ROPE, make_checkpoint
+from checkpoints import LLAMA3_ROPE, MINISTRAL_ROPE, make_checkpoint
 from hf_reference import load
 from hybrid_reference import float64
 from hypothesis import given, settings
@@ -215,6 +215,12 @@ VALUES["rope_parameters"] += [
         "long_factor": [2.0] * 4,
         "factor": 3.0,
     },
+]
+VALUES["rope_parameters"] += [
+    MINISTRAL_ROPE | {"original_max_position_embeddings": 3, "llama_4_scaling_beta": 1.5},
+    MINISTRAL_ROPE | {"mscale_all_dim": 0.0, "max_position_embeddings": 9},
+    MINISTRAL_ROPE | {"llama_4_scaling_beta": 0},
+    {key: value for key, value in MINISTRAL_ROPE.items() if key != "original_max_position_embeddings"},
 ]
 VALUES["rope_scaling"] = VALUES["rope_parameters"]
 

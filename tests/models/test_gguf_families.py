@@ -44,11 +44,12 @@ PHI_ROPE = LONG_ROPE | {
     "short_factor": [1 + i / 4 for i in range(18)],
     "long_factor": [1 + i / 2 for i in range(18)],
 }
-MINISTRAL_ROPE = YARN_ROPE | {"beta_fast": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+MISTRAL_ROPE = YARN_ROPE | {"beta_fast": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "llama": ("llama", None, {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", None, {}),
-    "mistral3": ("mistral", "mistral3", {"rope_parameters": MINISTRAL_ROPE}),
+    "mistral3": ("mistral", "mistral3", {"rope_parameters": MISTRAL_ROPE}),
+    "ministral3": ("ministral3", None, {"tie": False}),
     "qwen2": ("qwen2", None, {"rope_parameters": YARN_ROPE}),
     "qwen3": ("qwen3", None, {}),
     "olmo2": ("olmo2", None, {"tie": False}),
@@ -107,6 +108,7 @@ def test_numbers_of_a_file_are_the_checkpoint_s(case: str, source: Callable[[str
         "rope_scaling",
         "experts",
         "attention_scale",
+        "query_scaling",
         "rotary_dim",
         "embedding_multiplier",
         "conv",
@@ -137,7 +139,7 @@ def test_blocks_of_a_file_are_their_numbers(
         assert (found - expected).abs().max() < bound * expected.abs().max(), activations
 
 
-@pytest.mark.parametrize("case", ["gemma3", "gpt-oss", "mixtral"])
+@pytest.mark.parametrize("case", ["gemma3", "gpt-oss", "mixtral", "ministral3"])
 def test_text_of_a_file_is_the_checkpoint_s(case: str, source: Callable[[str], Path], tmp_path: Path) -> None:
     """Check the text, with the file's own tokenizer and chat template, with and without drafts."""
     template = "{{ messages[0]['content'] }}!"
@@ -195,6 +197,21 @@ def test_windows_of_olmo_3_by_default(source: Callable[[str], Path], tmp_path: P
     assert torch.equal(logits(path), logits(folder))
 
 
+@pytest.mark.parametrize("length", [0, 7])
+def test_the_length_of_growing_queries(length: int, source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Check that a file may also say the length that Ministral 3's queries grow by. llama.cpp does not read it."""
+    folder = source("ministral3")
+    path = write_gguf(folder, tmp_path / "model.gguf", mistral3__attention__temperature_length=length)
+    assert load_config(path).query_scaling == load_config(folder).query_scaling
+
+
+def test_queries_of_devstral_2_do_not_grow(source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Check a file of Devstral 2, whose `temperature_scale` is 0: its model is Mistral's."""
+    path = write_gguf(source("ministral3"), tmp_path / "model.gguf", mistral3__attention__temperature_scale=0.0)
+    config = load_config(path)
+    assert (config.architecture, config.query_scaling) == ("MistralForCausalLM", None)
+
+
 def test_a_file_with_an_attention_factor_of_its_own(source: Callable[[str], Path], tmp_path: Path) -> None:
     path = write_gguf(source("phi3"), tmp_path / "model.gguf", phi3__rope__scaling__attn_factor=1.25)
     assert load_config(path).rope_magnitude == 1.25
@@ -203,7 +220,14 @@ def test_a_file_with_an_attention_factor_of_its_own(source: Callable[[str], Path
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
-        ("mistral3", {"attention__temperature_scale": 0.1}, r"attention\.temperature_scale=0\.1.*: not implem.* 0$"),
+        ("ministral3", {"attention__temperature_length": 9}, r"temperature_length=9: not implemented; allowed: 7, as"),
+        (
+            "ministral3",
+            {"attention__temperature_scale": -0.1},
+            r"temperature_scale=-0\.1.*: must be a finite number gr",
+        ),
+        ("ministral3", {"rope__scaling__type": "none"}, r"rope_parameters\.rope_type='default': .*; allowed: 'yarn'"),
+        ("mistral", {"attention__temperature_scale": 0.1}, r"attention\.temperature_scale=0\.1.*: not implem.* 0$"),
         ("mistral3", {"rope__scaling__type": "ntk"}, r"rope\.scaling\.type='ntk': not implemented; allowed: 'none', '"),
         ("mistral3", {"rope__scaling__yarn_attn_factor": 1.0}, r"yarn_attn_factor=1\.0: not implemented; allowed: a f"),
         ("mistral3", {"rope__scaling__original_context_length": None}, r"original_context_length is missing"),
@@ -248,7 +272,7 @@ def test_metadata_that_is_rejected(
     case: str, fields: dict[str, Any], message: str, source: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Check that the error for wrong metadata of a GGUF file names the file, the field and its value."""
-    named = CASES[case][1] or {"mistral": "llama", "olmo3": "olmo2"}.get(case, case)
+    named = CASES[case][1] or {"mistral": "llama", "ministral3": "mistral3", "olmo3": "olmo2"}.get(case, case)
     replaced = {f"{named}__{field}": value for field, value in fields.items()}
     path = write_gguf(source(case), tmp_path / "model.gguf", "F32", replaced, architecture=CASES[case][1])
     with pytest.raises(CheckpointError, match=rf"(?s)^{path}: .*{message}"):

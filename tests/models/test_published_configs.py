@@ -171,6 +171,7 @@ def reference(model_type: str, raw: dict[str, Any], key: str) -> Any:
     for rope in (ropes, *(inner for inner in ropes.values() if isinstance(inner, dict))):
         if "rope_theta" in rope and rope["rope_theta"] is None:
             return None  # it fails when the model is made
+        rope.pop("type", None)  # the older name of rope_type, which has its value by now
         if rope.get("rope_type") == "yarn":
             rope |= {"beta_fast": 32.0, "beta_slow": 1.0} | rope  # what its code takes where they are missing
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)

@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn RoPE with a weight of 0": ("llama", {"rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.0}}),
     "long RoPE": ("llama", {"rope_parameters": LONG_ROPE}),
     "windows": ("mistral", {"sliding_window": 9}),
+    "growing queries and windows": ("ministral3", {"sliding_window": 9, "tie": False}),
     "part of a head rotated": ("phi3", {"head_dim": 16, "sliding_window": 9, "rope_parameters": PARTIAL_ROPE}),
     "long RoPE of a part": ("phi3", {"head_dim": 16, "rope_parameters": PARTIAL_ROPE | LONG_ROPE_OF_12}),
     "long RoPE of a part, no window": (
@@ -150,6 +151,7 @@ PIECES = [
     "llama3 RoPE",
     "qwen2",
     "mistral",
+    "ministral3",
     "windows",
     "windows of later layers",
     "olmo2",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HYBRIDS, edit_json, make_checkpoint, make_gemma4
+from checkpoints import HYBRIDS, MINISTRAL_ROPE, edit_json, make_checkpoint, make_gemma4
 from quantized_files import compressed
 from safetensors.torch import load_file, save_file
 from specrs.backends.cpu.weights import load_native
@@ -60,9 +60,11 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Family of the text model of each architecture, for `make_checkpoint`."""
+WRAPPED = [*FAMILIES.items(), ("Mistral3ForConditionalGeneration", "ministral3")]
+"""Pairs of a multimodal architecture and the family of a text model that it may have."""
 
 
-def wrapper(architecture: str) -> Any:
+def wrapper(architecture: str, family: str) -> Any:
     """Return a random multimodal model of transformers."""
     torch.manual_seed(0)
     if architecture == "Gemma3ForConditionalGeneration":
@@ -81,7 +83,7 @@ def wrapper(architecture: str) -> Any:
         model = Gemma4ForConditionalGeneration(config)
     elif architecture in ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
         rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 0, 0]}}
-        text = TEXT | HYBRIDS[FAMILIES[architecture]] | rope
+        text = TEXT | HYBRIDS[family] | rope
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "depth": 1, "out_hidden_size": 32}
         if architecture == "Qwen3_5ForConditionalGeneration":
             config = Qwen3_5Config(text_config=text, vision_config=vision)
@@ -91,7 +93,8 @@ def wrapper(architecture: str) -> Any:
             model = Qwen3_5MoeForConditionalGeneration(config)
     else:
         vision = VISION | {"model_type": "pixtral", "head_dim": 8}
-        config = Mistral3Config(text_config=TEXT | {"model_type": "mistral"}, vision_config=vision)
+        rope = {"rope_parameters": MINISTRAL_ROPE} if family == "ministral3" else {}
+        config = Mistral3Config(text_config=TEXT | rope | {"model_type": family}, vision_config=vision)
         model = Mistral3ForConditionalGeneration(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -120,9 +123,16 @@ def logits(model: Any) -> torch.Tensor:
     return Feeder(model).feed_chunks(TOKENS, [6, 9])
 
 
-@pytest.mark.parametrize("architecture", WRAPPERS)
-def test_the_logits_of_transformers(architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = wrapper(architecture)
+def test_every_text_model_is_tried() -> None:
+    texts = {(name, text) for name, wrapper in WRAPPERS.items() for text in wrapper.text_models}
+    assert texts == set(WRAPPED)
+
+
+@pytest.mark.parametrize(("architecture", "family"), WRAPPED)
+def test_the_logits_of_transformers(
+    architecture: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = wrapper(architecture, family)
     theirs.save_pretrained(tmp_path)
     assert is_known_family(tmp_path)
     with torch.inference_mode():
@@ -136,13 +146,13 @@ def test_the_logits_of_transformers(architecture: str, tmp_path: Path, caplog: p
     torch.testing.assert_close(logits(load_native(tmp_path)).double(), expected, rtol=0, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize("architecture", WRAPPERS)
+@pytest.mark.parametrize(("architecture", "family"), WRAPPED)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("tie", [True, False])
-def test_the_text_checkpoint_of_it(architecture: str, spelling: str, tie: bool, tmp_path: Path) -> None:
+def test_the_text_checkpoint_of_it(architecture: str, family: str, spelling: str, tie: bool, tmp_path: Path) -> None:
     """Check that a text checkpoint and the same tensors in a multimodal wrapper give the same bits."""
     make = make_gemma4 if architecture == "Gemma4ForConditionalGeneration" else make_checkpoint
-    kind = {} if make is make_gemma4 else {"family": FAMILIES[architecture]}
+    kind = {} if make is make_gemma4 else {"family": family}
     text = make(tmp_path / "text", **kind, tie=tie, eos_token_id=[7, 9])
     path = wrapped(text, tmp_path / "wrapped", architecture, spelling, tie_word_embeddings=tie)
     assert load_config(path) == load_config(text)
@@ -203,8 +213,12 @@ def test_what_is_not_implemented_is_named(tmp_path: Path) -> None:
     text = make_checkpoint(tmp_path / "text", "mistral")
     path = wrapped(text, tmp_path / "wrapped", "Mistral3ForConditionalGeneration", SPELLINGS[0])
     raw = json.loads((path / "config.json").read_text())
+    edit_json(path / "config.json", text_config=raw["text_config"] | {"model_type": "mistral4"})
+    allowed = "'mistral' or 'ministral3'"
+    with pytest.raises(UnsupportedModelError, match=rf"config.json: text_config.model_type='mistral4': .*: {allowed}"):
+        load_config(path)
     edit_json(path / "config.json", text_config=raw["text_config"] | {"model_type": "ministral3"})
-    with pytest.raises(UnsupportedModelError, match=r"config.json: text_config.model_type='ministral3': .*'mistral'"):
+    with pytest.raises(CheckpointError, match=r"config.json: rope_parameters.llama_4_scaling_beta=None: must be 0, "):
         load_config(path)
     edit_json(path / "config.json", text_config=[1])
     with pytest.raises(CheckpointError, match=r"text_config=\[1\]: must be an object"):

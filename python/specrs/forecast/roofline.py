@@ -284,6 +284,8 @@ class _Layers:
         found.append(self._small("norms", norms, norms * 6 * rows * h))
         if rows > _FEW or not self._fuses_heads():
             found.append(self._small("rotation and KV", layers, layers * 4 * rows * (q + 2 * kv)))
+        if c.query_scaling is not None:
+            found.append(self._small("query scaling", layers, layers * 4 * rows * q))
         found.append(self._product("qkv", q + 2 * kv, h, layers))
         found.append(self._product("o", h, q, layers))
         dense = layers if c.experts is None else layers - sum(c.experts.layers)

@@ -16,8 +16,9 @@ from specrs.models.errors import malformed, unsupported
 from specrs.models.experts import EXPERT_COUNTS, SHARED_SIZE, Experts, parse_experts
 from specrs.models.fields import NEUTRAL
 from specrs.models.layers import layer_kinds, parse_layers
+from specrs.models.query_scaling import QueryScaling, parse_beta
 from specrs.models.registry import ExpertFields, Family, Norms, family_of
-from specrs.models.rope import ALL_KINDS, LongRopeScaling, Rope, RopeFacts, Scaling, rope_magnitude
+from specrs.models.rope import ALL_KINDS, LongRopeScaling, Rope, RopeFacts, Scaling, YarnScaling, rope_magnitude
 from specrs.models.short_conv import ShortConv, parse_intermediate_size, parse_short_conv
 from specrs.models.values import flag, number, optional_number, size
 from specrs.models.varied_layers import LayerEmbedding, LayerSizes, parse_layer_embedding, parse_layer_sizes
@@ -99,6 +100,8 @@ class ModelConfig:
     """True if each layer multiplies its output, residual stream included, by a number of the checkpoint."""
     value_norm: bool = False
     """True if each head of values has an RMSNorm without weights."""
+    query_scaling: QueryScaling | None = None
+    """Factors of queries by position. None: all are 1."""
     final_logit_softcapping: float | None = None
     """Number c for which logits x become `c tanh(x / c)`. None: logits stay as they are."""
 
@@ -228,9 +231,13 @@ class ModelConfig:
         return rope_magnitude(self.rope_scaling)
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
-        """Return the configuration for texts of up to `max_model_len` tokens. Only LongRoPE depends on it. None: keep
-        the model's own length."""
-        if max_model_len is None or not isinstance(self.rope_scaling, LongRopeScaling):
+        """Return the configuration for texts of up to `max_model_len` tokens. Only LongRoPE depends on it, and query
+        scaling, which is left out if all its factors are 1. None: keep the model's own length."""
+        if max_model_len is None:
+            return self
+        if self.query_scaling is not None and max_model_len <= self.query_scaling.length:
+            return replace(self, query_scaling=None)
+        if not isinstance(self.rope_scaling, LongRopeScaling):
             return self
         scaling = replace(self.rope_scaling, max_length=max_model_len)
         # Layers without RoPE, and layers with another scaling, stay as they are.
@@ -294,6 +301,7 @@ def parse_config(
         raw = {**raw, "original_max_position_embeddings": original}
     if family.rope_default and raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw = {**raw, "rope_parameters": dict(family.rope_default)}
+    raw, beta = parse_beta(raw) if family.query_scaling else (raw, 0.0)
     facts = RopeFacts(max_positions, family.rope_theta, _rotary_dim(head_dim, factor), original, kinds)
     (theta, scaling), ropes, windows = parse_layers(raw, family, num_layers, facts, factor)
     intermediate = parse_intermediate_size(raw) if family.short_conv else size(raw, "intermediate_size", no_mlp)
@@ -333,6 +341,7 @@ def parse_config(
         delta=delta,
         conv=conv,
         output_gate=family.output_gate,
+        query_scaling=_query_scaling(beta, scaling),
         **_multipliers(raw, family, hidden),
         **_varied(raw, family, num_layers, max_positions, LayerSizes(head_dim, kv_heads, intermediate)),
     )
@@ -375,6 +384,14 @@ def _multipliers(raw: Mapping[str, Any], family: Family, hidden: int) -> dict[st
     if family.query_pre_attn_scalar is not None:
         made["attention_multiplier"] = size(raw, "query_pre_attn_scalar", family.query_pre_attn_scalar) ** -0.5
     return made
+
+
+def _query_scaling(beta: float, scaling: Scaling | None) -> QueryScaling | None:
+    """Return the query scaling of a model with this field and RoPE scaling; None if all its factors are 1."""
+    if beta == 0:
+        return None
+    assert isinstance(scaling, YarnScaling), "such a family has no other kind of RoPE"
+    return QueryScaling(beta, scaling.original_max_position_embeddings)
 
 
 def _without_sections(rope: object) -> object:

@@ -228,6 +228,7 @@ def decoder_arrays(weights: NativeWeights) -> dict[str, Any]:
         "frequencies": np.zeros(arrays["head_dim"] // 2, dtype=np.float32),
         "rotations": _rotations(weights),
         "multipliers": (c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
+        "query_scaling": None if c.query_scaling is None else (c.query_scaling.beta, c.query_scaling.length),
         "windows": list(c.windows) or None,
         "activation": c.activation,
         "clamped_swiglu": None if c.experts is None else c.experts.swiglu,

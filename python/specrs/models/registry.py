@@ -141,6 +141,8 @@ class Family:
     """True if RoPE's angles are of three kinds of positions, `mrope_section`. They are the same for text."""
     local_rope_theta: float | None = None
     """Theta of a second RoPE, for layers with a window, if config.json names none. None: all layers share one RoPE."""
+    query_scaling: bool = False
+    """True if RoPE's object has a field by which queries grow with their position: see `models.query_scaling`."""
     unrotated_layers: bool = False
     """True if some layers have no RoPE: those with 0 in `no_rope_layers`, or every fourth
     (`no_rope_layer_interval`)."""
@@ -223,6 +225,27 @@ FAMILIES: dict[str, Family] = {
         "llama", "Llama 2, 3, 3.1, 3.2, 3.3", has_attention_bias=True, has_mlp_bias=True, kv_heads_default=True
     ),
     "MistralForCausalLM": Family("mistral", "Mistral", windows="all", sliding_window=4096),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        "Ministral 3, Devstral 2",
+        num_key_value_heads=8,
+        head_dim=128,
+        windows="all",
+        rope_kinds=("yarn",),
+        rope_default=(
+            ("rope_type", "yarn"),
+            ("rope_theta", 1e6),
+            ("factor", 16.0),
+            ("beta_fast", 32.0),
+            ("beta_slow", 1.0),
+            ("mscale", 1.0),
+            ("mscale_all_dim", 1.0),
+            ("original_max_position_embeddings", 16384),
+            ("llama_4_scaling_beta", 0.1),
+        ),
+        query_scaling=True,
+        rms_norm_eps=1e-5,
+    ),
     "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", qkv_bias=True, windows="chosen", sliding_window=4096),
     "Qwen3ForCausalLM": Family(
         "qwen3",

@@ -26,7 +26,7 @@ from specrs.kernels.paged_attention import (
     write_kv,
 )
 from specrs.kernels.rms_norm import rms_norm
-from specrs.kernels.rotary import apply_rotary_, rotary_cos_sin
+from specrs.kernels.rotary import apply_rotary_, query_factors, rotary_cos_sin
 from specrs.models.base import HiddenStates
 from specrs.models.experts import Experts
 from specrs.models.inputs import PassInputs
@@ -49,6 +49,8 @@ class PassPlan:
     """cos and sin of each layer, both `[N, 1, rotary_dim]` as from `rotary_cos_sin`. None: the layer has no RoPE."""
     attention: tuple[AttentionPlan, ...]
     """Attention plan of each layer."""
+    query_factors: Tensor | None = None
+    """Factors of queries after their rotation, `[N, 1, 1]`. None: all are 1."""
     runs: Runs | None = None
     """Rows by request, for layers with states. None: there are no such layers."""
 
@@ -115,7 +117,10 @@ class TorchDecoder(TorchFacts):
         runs = None
         if self.config.states is not None:
             runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts, inputs.snapshots)
-        plan = PassPlan(self._rotations(inputs.positions), attention, runs)
+        scaling, factors = self.config.query_scaling, None
+        if scaling is not None:
+            factors = query_factors(inputs.positions, scaling.beta, scaling.length, self.weights.dtype)
+        plan = PassPlan(self._rotations(inputs.positions), attention, factors, runs)
         added = None if self.weights.layer_embedding is None else self._layer_embeddings(inputs.input_ids, h)
         return self._run(h, added, plan, kv_cache, hidden_layers, inputs.adapters)
 
@@ -182,6 +187,8 @@ class TorchDecoder(TorchFacts):
                     rms_norm(qkv if c.value_norm else qk, w.qk_norm, eps, inplace=True)
                 if rotation is not None:
                     apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
+                if plan.query_factors is not None:
+                    qkv.narrow(1, 0, heads).mul_(plan.query_factors)
                 if sizes.source is None:
                     write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
                 x = paged_attention(

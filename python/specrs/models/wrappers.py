@@ -55,8 +55,8 @@ WRAPPERS: dict[str, Wrapper] = {
         tied=True,
     ),
     "Mistral3ForConditionalGeneration": Wrapper(
-        "Mistral Small 3.1, 3.2",
-        {"mistral": "MistralForCausalLM"},
+        "Mistral Small 3.1, 3.2, Ministral 3, Devstral Small 2",
+        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
         {},
         tied=True,
     ),

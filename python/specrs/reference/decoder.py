@@ -1,8 +1,8 @@
 """A causal decoder in float64, for one text at a time and without a KV cache. It is slow and follows the formulas
 literally.
 
-It computes every family of `specrs.models.registry` from a checkpoint's tensors. Norms and the angles of RoPE are
-rounded to float32, as in transformers, so its logits equal those of transformers to 1e-12.
+It computes every family of `specrs.models.registry` from a checkpoint's tensors. Norms, the angles of RoPE and factors
+of queries are rounded to float32, as in transformers, so its logits equal those of transformers to 1e-12.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Decoder:
             q = self._linear(x, prefix + "q_proj")
             k = q if sizes.source is not None else self._linear(x, prefix + "k_proj")
             v = k if sizes.source is not None or sizes.keys_are_values else self._linear(x, prefix + "v_proj")
-        q = self._rotate(self._head_norm(q, prefix + "q_norm", sizes.head_dim), i)
+        q = self._scale(self._rotate(self._head_norm(q, prefix + "q_norm", sizes.head_dim), i))
         if sizes.source is None:
             v = v.view(count, -1, sizes.head_dim)
             v = self._normed(v) if c.value_norm else v
@@ -142,6 +142,15 @@ class Decoder:
         cos, sin = (angles.cos() * rope_magnitude(rope[1])).double(), (angles.sin() * rope_magnitude(rope[1])).double()
         a, b, rest = x[:, :, : dim // 2], x[:, :, dim // 2 : dim], x[:, :, dim:]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=2)
+
+    def _scale(self, q: Tensor) -> Tensor:
+        """Multiply query heads `[N, heads, head_dim]` by the factors of their positions, which are rounded to float32,
+        as in transformers."""
+        scaling = self.config.query_scaling
+        if scaling is None:
+            return q
+        steps = torch.arange(len(q)).float().div(scaling.length).floor()
+        return q * (1 + scaling.beta * (1 + steps).log()).double().view(-1, 1, 1)
 
     def _mlp(self, x: Tensor, prefix: str) -> Tensor:
         c = self.config

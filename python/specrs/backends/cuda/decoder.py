@@ -39,6 +39,7 @@ from specrs.kernels.cuda.linear_product import MAX_ROWS
 from specrs.kernels.cuda.output_gate import apply_gates, split_gates
 from specrs.kernels.cuda.paged_attention import AttentionRows, MaskParams, paged_attention
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
+from specrs.kernels.cuda.scale_queries import scale_queries
 from specrs.kernels.linear import DenseWeight
 from specrs.models.base import HiddenStates, TorchModel
 from specrs.models.config import ModelConfig
@@ -211,6 +212,7 @@ class CudaDecoder(TorchFacts):
             split_gates(projected, qkv, c.num_heads, c.head_dim, ws.dependent)
         if heads is None:
             attend.apply_rope(w, qkv, cache, index)
+        attend.scale_queries(qkv)
         attend(w, qkv, cache, attended, index)
         if c.output_gate:
             apply_gates(projected, attended, c.num_heads, c.head_dim, ws.dependent)
@@ -347,6 +349,8 @@ class Attention:
     c: ModelConfig
     dtype: torch.dtype
     ws: Workspace
+    positions: Tensor
+    """Positions of the pass, `[rows]` int64."""
     angles: Mapping[Rope, list[Tensor]]
     """cos and sin `[rows, rotary_dim / 2]` fp32 of each RoPE."""
     where: Sequence[tuple[Tensor, AttentionRows]]
@@ -362,8 +366,11 @@ class Attention:
     """Number of all rows of a captured pass over chunks. None: the pass is another."""
     any_length: bool
     """True if chunks of all lengths use one kernel, because no graph fixes their number of rows."""
-    rows: int
-    """Number of rows of the pass."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the pass."""
+        return self.positions.shape[0]
 
     @classmethod
     def of(
@@ -394,7 +401,7 @@ class Attention:
         # A head of more rows, with its angles, is more than the registers hold.
         fused = rows <= min(few_rows(ws), MAX_ROWS) and fused_heads(c, dtype, ws.limits) > 0
         total_rows, any_length = rows if inputs.captured else None, inputs.prompts and not inputs.captured
-        return cls(c, dtype, ws, angles, where, groups, fused, chunks, after, total_rows, any_length, rows)
+        return cls(c, dtype, ws, inputs.positions, angles, where, groups, fused, chunks, after, total_rows, any_length)
 
     def heads(self, layer: TorchLayer, cache: Tensor, index: int = 0) -> Heads | None:
         """Return what the qkv product of layer `index` needs to norm, rotate and write heads itself. None: call
@@ -414,6 +421,13 @@ class Attention:
         floats = [self.c.rms_norm_eps, *layer.kv_scales]
         slots, angles = self._slots(index), self._angles(index)
         qk_norm_rope(qkv, norm, angles, slots, cache, self.c.num_heads, floats, self.ws.dependent)
+
+    def scale_queries(self, qkv: Tensor) -> None:
+        """Multiply the rotated queries in `qkv` in place by the factors of their positions, if the model has some."""
+        scaling = self.c.query_scaling
+        if scaling is not None:
+            q = qkv[:, : self.c.num_heads * self.c.head_dim]
+            scale_queries(q, self.positions, scaling.beta, scaling.length, self.ws.dependent)
 
     def __call__(self, layer: TorchLayer, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0) -> None:
         """Write the attention output of layer `index` into `out`. Prompt chunks have their own kernel launch.

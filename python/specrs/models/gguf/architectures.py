@@ -66,7 +66,9 @@ MIXTRAL = Architecture("MixtralForCausalLM", interleaved=True)
 """Mixtral. Its files name the architecture `llama`, and have experts."""
 OLMO3 = Architecture("Olmo3ForCausalLM", window_period=4, one_theta=True, attention_factor=True)
 """OLMo 3. Its files name the architecture `olmo2`, and have a sliding window."""
-READ = frozenset(known.name for known in (*ARCHITECTURES.values(), MIXTRAL, OLMO3))
+MINISTRAL3 = Architecture("Ministral3ForCausalLM", interleaved=True)
+"""Ministral 3. Its files name the architecture `mistral3`, and have a `temperature_scale` other than 0."""
+READ = frozenset(known.name for known in (*ARCHITECTURES.values(), MIXTRAL, OLMO3, MINISTRAL3))
 """Families, by their names in config.json, that can be loaded from GGUF files."""
 
 
@@ -81,4 +83,6 @@ def architecture_of(file: GGUFFile) -> Architecture:
         return MIXTRAL
     if name == "olmo2" and metadata.get("olmo2.attention.sliding_window", 0) != 0:
         return OLMO3
+    if name == "mistral3" and metadata.get("mistral3.attention.temperature_scale", 0) != 0:
+        return MINISTRAL3
     return ARCHITECTURES[name]

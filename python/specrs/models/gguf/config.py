@@ -15,6 +15,7 @@ from specrs.models.gguf.rope import rope_object
 from specrs.models.gguf.types import PLAIN
 from specrs.models.gguf.vocabulary import end_ids
 from specrs.models.layers import FULL, SLIDING
+from specrs.models.query_scaling import FIELD
 from specrs.models.registry import ExpertFields, Family
 from specrs.models.short_conv import CONV
 
@@ -64,6 +65,8 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         rope = {"full_attention": rope, "sliding_attention": {"rope_theta": local}}
     elif "rope.freq_base_swa" in values:
         values.check_equal("rope.freq_base_swa", values.get("rope.freq_base"))
+    if family.query_scaling:
+        rope[FIELD] = _beta(values, rope)
     raw["rope_parameters"] = rope
     if family.original_positions is not None:
         raw["original_max_position_embeddings"] = values.size("rope.scaling.original_context_length", positions)
@@ -92,6 +95,15 @@ def _attention_factor(values: Fields) -> dict[str, Any]:
     """Return the factor of queries and keys for YaRN. Without the field it is derived from the scaling's factor."""
     name = "rope.scaling.yarn_attn_factor"
     return {"attention_factor": values.number(name)} if name in values else {}
+
+
+def _beta(values: Fields, rope: dict[str, Any]) -> float:
+    """Return the `beta` of query scaling. Its length is that of the RoPE object `rope`, as in llama.cpp, so another
+    `temperature_length` is rejected."""
+    length = rope.get("original_max_position_embeddings")
+    if values.get("attention.temperature_length", 0) not in (0, length):
+        raise values.unsupported("attention.temperature_length", f"{length}, as rope.scaling.original_context_length")
+    return values.number("attention.temperature_scale")
 
 
 def _num_layers(values: Fields, family: Family) -> int:
