@@ -163,7 +163,8 @@ def test_an_engine_is_built_with_its_device_current(given: bool, monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(build, "_build" if given else "load_weights", stop)
-    weights = SimpleNamespace(device="cuda:0") if given else None
+    target = SimpleNamespace(state_bytes=(0, 0))
+    weights = SimpleNamespace(device="cuda:0", target=target) if given else None
     with pytest.raises(Loaded):
         build.build_engine(EngineConfig(model="none", device="cuda:0"), weights)  # type: ignore[arg-type]
     assert entered == ["cuda:0", "built", "back"]
