@@ -27,9 +27,7 @@ from specrs.models.torch_loader import load_model
 from torch import Tensor
 
 from models.harness import Feeder
-
-VOCAB = 211
-TOKENS = random.Random(0).choices(range(VOCAB), k=23)
+from models.layers_with_states import ROUNDS, ROUNDS_OR_PROMPTS, TOKENS, VOCAB, check_native_bits, check_snapshot, close
 
 
 @st.composite
@@ -54,11 +52,6 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 
 def make(folder: Path, **fields: Any) -> Path:
     return make_checkpoint(folder, "qwen3_5_text", **fields)
-
-
-def close(found: Tensor, expected: Tensor, bound: float) -> None:
-    scale = float(expected.abs().max())
-    assert (found.double() - expected).abs().max() <= bound * scale, "logits differ"
 
 
 @settings(max_examples=12)
@@ -96,29 +89,11 @@ def test_rejected_drafts_leave_no_trace(path: Path, rounds: list[tuple[int, int]
 
 
 @settings(max_examples=25)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4), st.integers(1, 6), st.integers(1, 12))
+@given(ROUNDS, st.integers(1, 6), st.integers(1, 12))
 def test_a_snapshot_goes_on_as_the_text_does(
     path: Path, rounds: list[tuple[int, int]], prompt: int, length: int
 ) -> None:
-    """Check that a text continued from a snapshot has the same logits. Snapshots are written in a prompt, by a
-    verification, or when the next pass finds drafts accepted; never from a draft that may be rejected."""
-    model = load_model(path, dtype="float64")
-    expected = Feeder(model).feed_chunks(TOKENS, [1] * len(TOKENS))
-    feeder, wrong, snapshots = Feeder(model), random.Random(1), ((0, length, 5),)
-    feeder.feed({0: [(TOKENS[p], p) for p in range(prompt)]}, prompts=True, snapshots=snapshots)
-    at = covered = prompt
-    for drafts, accepted in rounds:
-        rows = [(TOKENS[at + i] if i <= accepted else wrong.randrange(VOCAB), at + i) for i in range(drafts + 1)]
-        feeder.feed({0: rows}, snapshots=snapshots)
-        covered, at = at + 1, at + min(drafts, accepted) + 1
-        if at + 5 > len(TOKENS):
-            break
-    states = feeder.cache.states
-    assert (5 in states.snapshots) == (length <= covered)
-    if length <= covered:
-        states.restore(0, 5)
-        found = feeder.feed({0: [(TOKENS[p], p) for p in range(length, len(TOKENS))]}, prompts=True)
-        close(found, expected[length:], 1e-12)
+    states = check_snapshot(load_model(path, dtype="float64"), rounds, prompt, length)
     with pytest.raises(ValueError, match="snapshot=6: must be a slot that a pass has written"):
         states.restore(0, 6)
 
@@ -231,29 +206,9 @@ def test_planted_mistakes_are_far_beyond_the_bound(mistake: Any, tmp_path: Path)
 
 
 @settings(max_examples=40)
-@given(
-    st.sampled_from(sorted(SIZES)),
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), min_size=1, max_size=7),
-    st.integers(0, 99),
-)
+@given(st.sampled_from(sorted(SIZES)), ROUNDS_OR_PROMPTS, st.integers(0, 99))
 def test_native_bits_do_not_depend_on_drafts(sizes: str, rounds: list[tuple[int, int, bool]], seed: int) -> None:
-    """Check that native bits do not depend on drafts: two requests, whose passes feed prompt chunks, or K drafts of
-    which the first ones are accepted."""
-    model, n = native(sizes), random.Random(seed)
-    texts = [n.choices(range(VOCAB), k=40) for _ in range(2)]
-    expected = [Feeder(model).feed_chunks(text, [1] * len(text)) for text in texts]
-    feeder, at = Feeder(model, num_requests=2), [0, 0]
-    for drafts, accepted, prompts in rounds:
-        rows: dict[int, list[tuple[int, int]]] = {}
-        for b, text in enumerate(texts):
-            right = drafts if prompts else min(accepted + b, drafts)
-            rows[b] = [(text[at[b] + i] if i <= right else n.randrange(VOCAB), at[b] + i) for i in range(drafts + 1)]
-        found = feeder.feed(rows, prompts=prompts)
-        for b in range(2):
-            right = (drafts if prompts else min(accepted + b, drafts)) + 1
-            own = found[b * (drafts + 1) :][:right]
-            assert torch.equal(own, expected[b][at[b] : at[b] + right])
-            at[b] += right
+    check_native_bits(native(sizes), rounds, seed)
 
 
 @cache

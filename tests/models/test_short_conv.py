@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,9 +27,8 @@ from specrs.models.torch_short_conv import step
 from torch import Tensor
 
 from models.harness import Feeder
+from models.layers_with_states import ROUNDS, ROUNDS_OR_PROMPTS, TOKENS, check_native_bits, check_snapshot, close
 
-VOCAB = 211
-TOKENS = random.Random(0).choices(range(VOCAB), k=23)
 BOUND = 2e-5
 """Largest allowed difference of native logits from logits in float64, relative to the largest logit."""
 
@@ -55,11 +53,6 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
         "norm_eps": draw(st.sampled_from([1e-5, 0.1])),
         "seed": draw(st.integers(0, 9)),
     }
-
-
-def close(found: Tensor, expected: Tensor, bound: float) -> None:
-    scale = float(expected.abs().max())
-    assert (found.double() - expected).abs().max() <= bound * scale, "logits differ"
 
 
 @torch.inference_mode()
@@ -99,31 +92,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=25)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4), st.integers(1, 6), st.integers(1, 12))
+@given(ROUNDS, st.integers(1, 6), st.integers(1, 12))
 def test_rejected_drafts_leave_no_trace_and_snapshots_go_on(
     path: Path, rounds: list[tuple[int, int]], prompt: int, length: int
 ) -> None:
-    """Check by torch that rejected drafts leave no trace, and that a text continued from a snapshot has the same
-    logits. Each round feeds K drafts, of which the first ones are accepted."""
-    model = load_model(path, dtype="float64")
-    expected = Feeder(model).feed_chunks(TOKENS, [1] * len(TOKENS))
-    feeder, wrong, snapshots = Feeder(model), random.Random(1), ((0, length, 5),)
-    feeder.feed({0: [(TOKENS[p], p) for p in range(prompt)]}, prompts=True, snapshots=snapshots)
-    at = covered = prompt
-    for drafts, accepted in rounds:
-        rows = [(TOKENS[at + i] if i <= accepted else wrong.randrange(VOCAB), at + i) for i in range(drafts + 1)]
-        found = feeder.feed({0: rows}, snapshots=snapshots)
-        kept = min(drafts, accepted) + 1
-        close(found[:kept], expected[at : at + kept], 1e-12)
-        covered, at = at + 1, at + kept
-        if at + 5 > len(TOKENS):
-            break
-    states = feeder.cache.states
-    assert (5 in states.snapshots) == (length <= covered)
-    if length <= covered:
-        states.restore(0, 5)
-        found = feeder.feed({0: [(TOKENS[p], p) for p in range(length, len(TOKENS))]}, prompts=True)
-        close(found, expected[length:], 1e-12)
+    check_snapshot(load_model(path, dtype="float64"), rounds, prompt, length)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "q8_0", "q4_0", "fp8"])
@@ -178,29 +151,9 @@ def test_planted_mistakes_are_far_beyond_the_bound(mistake: Any, path: Path) -> 
 
 
 @settings(max_examples=40)
-@given(
-    st.sampled_from(sorted(SIZES)),
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), min_size=1, max_size=7),
-    st.integers(0, 99),
-)
+@given(st.sampled_from(sorted(SIZES)), ROUNDS_OR_PROMPTS, st.integers(0, 99))
 def test_native_bits_do_not_depend_on_drafts(sizes: str, rounds: list[tuple[int, int, bool]], seed: int) -> None:
-    """Check that native bits do not depend on drafts: two requests, whose passes feed prompt chunks, or K drafts of
-    which the first ones are accepted."""
-    model, n = native(sizes), random.Random(seed)
-    texts = [n.choices(range(VOCAB), k=40) for _ in range(2)]
-    expected = [Feeder(model).feed_chunks(text, [1] * len(text)) for text in texts]
-    feeder, at = Feeder(model, num_requests=2), [0, 0]
-    for drafts, accepted, prompts in rounds:
-        rows: dict[int, list[tuple[int, int]]] = {}
-        for b, text in enumerate(texts):
-            right = drafts if prompts else min(accepted + b, drafts)
-            rows[b] = [(text[at[b] + i] if i <= right else n.randrange(VOCAB), at[b] + i) for i in range(drafts + 1)]
-        found = feeder.feed(rows, prompts=prompts)
-        for b in range(2):
-            right = (drafts if prompts else min(accepted + b, drafts)) + 1
-            own = found[b * (drafts + 1) :][:right]
-            assert torch.equal(own, expected[b][at[b] : at[b] + right])
-            at[b] += right
+    check_native_bits(native(sizes), rounds, seed)
 
 
 @cache
