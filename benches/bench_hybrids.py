@@ -4,8 +4,9 @@
     python benches/bench_hybrids.py FOLDER --parts peer --gguf FILE.gguf... --llama-bench PATH
 
 - pass: time per token of plain decoding, against a model of the same width with attention alone and as many weights
-- state: time of a verification of 4 rows on one thread, in a model that has the states of the 0.8B and next to no
-  weights; nearly all drafts are accepted, so that their updates are replayed
+- state: time of a verification of 4 rows on one thread, in a model that has the states of the 0.8B and few weights,
+  against one of as many weights and attention layers without states; nearly all drafts of the hybrid are accepted, so
+  that their updates are replayed
 - prefix: a prompt of 4,000 tokens that the prefix cache knows, with and without the MTP head: tokens computed, and the
   time of the first token against a cold one
 - snapshot: the first token of a prompt of 1,024 tokens with snapshots for the prefix cache, against one without
@@ -55,6 +56,8 @@ QWEN35_0_8B: dict[str, Any] = {
     "mtp_num_hidden_layers": 1,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+TOKENS = 480
+"""Tokens of a request that measures passes. Longer ones would measure attention."""
 PARTS = ("pass", "state", "prefix", "snapshot", "peer")
 
 
@@ -69,12 +72,13 @@ def make_hybrid(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def make_attention_only(folder: Path, num_weights: int) -> Path:
-    """Write a Qwen3 of the same width and depth with about `num_weights` weights, if it is not there yet."""
+def make_attention_only(folder: Path, num_weights: int, **fields: Any) -> Path:
+    """Write a Qwen3 of the same width and depth with about `num_weights` weights, if it is not there yet. `fields`
+    replaces some of config.json."""
     if not folder.exists():
         torch.manual_seed(0)
         names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        fields = {name: QWEN35_0_8B[name] for name in (*names, "head_dim", "max_position_embeddings")}
+        fields = {name: QWEN35_0_8B[name] for name in (*names, "head_dim", "max_position_embeddings")} | fields
         with torch.device("meta"):
             least = Qwen3ForCausalLM(Qwen3Config(**fields, intermediate_size=64, tie_word_embeddings=True))
         missing = num_weights - sum(weights.numel() for weights in least.parameters())
@@ -135,7 +139,7 @@ def seconds_per_token(llm: LLM, tokens: int) -> float:
 
 def measure_pass(args: argparse.Namespace) -> dict[str, Any]:
     hybrid = make_hybrid(args.folder / "hybrid-0.8b")
-    weights = sum(t.numel() for n, t in load_file(hybrid / "model.safetensors").items() if not n.startswith("mtp."))
+    weights = weights_of(hybrid)
     plain = make_attention_only(args.folder / "attention-0.8b", weights)
     engines = {name: LLM(str(folder), **settings(args), speculative_config=None) for name, folder in
                (("hybrid", hybrid), ("attention", plain))}  # fmt: skip
@@ -145,23 +149,40 @@ def measure_pass(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_state(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the time per pass: one row, and 4 rows of which most are accepted."""
-    fields = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 2048}
-    folder = make_hybrid(args.folder / "states-of-0.8b", **fields)
-    found: dict[str, Any] = {}
+    """Measure the time per pass of one row, and of 4 rows of which most are accepted, with states and without."""
+    fields: dict[str, Any] = {"hidden_size": 64, "vocab_size": 2048}
+    hybrid = make_hybrid(args.folder / "states-of-0.8b", **fields, intermediate_size=64)
+    weights = weights_of(hybrid)
+    # Every fourth layer of the hybrid has attention.
+    depth = QWEN35_0_8B["num_hidden_layers"] // 4
+    plain = make_attention_only(args.folder / "no-states", weights, **fields, num_hidden_layers=depth)
+    found: dict[str, Any] = {"weights": weights}
     for k in (0, 3):
         drafts = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1} if k else None
-        llm = LLM(str(folder), **(settings(args) | {"threads": 1}), speculative_config=drafts)
-        params = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True, detokenize=False)
-        times = []
-        for _ in range(args.rounds):
-            llm.reset_stats()
-            [output] = llm.generate(prompt(64), params, use_tqdm=False)
-            metrics, stats = output.metrics, llm.stats()
-            times.append((metrics.finish_time - metrics.first_token_time) / (stats.target_passes - 1))
-        row = {"ms_per_pass": 1e3 * statistics.median(times), "tokens_per_pass": 1200 / stats.target_passes}
+        engines = {
+            name: LLM(str(folder), **(settings(args) | {"threads": 1}), speculative_config=drafts)
+            for name, folder in (("states", hybrid), ("none", plain))
+        }
+        times = in_turns(args.rounds, {name: lambda llm=llm: seconds_per_pass(llm) for name, llm in engines.items()})
+        row = {f"ms_per_pass_{name}": 1e3 * statistics.median(values) for name, values in times.items()}
+        row["ms_of_states"] = row["ms_per_pass_states"] - row["ms_per_pass_none"]
+        row["tokens_per_pass"] = TOKENS / engines["states"].stats().target_passes
         found[f"K={k}"] = row
     return found
+
+
+def seconds_per_pass(llm: LLM) -> float:
+    """Return the seconds per target pass behind a prompt of 64 tokens."""
+    llm.reset_stats()
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    [output] = llm.generate(prompt(64), params, use_tqdm=False)
+    return (output.metrics.finish_time - output.metrics.first_token_time) / (llm.stats().target_passes - 1)
+
+
+def weights_of(folder: Path) -> int:
+    """Return the number of weights without the MTP head's."""
+    tensors = load_file(folder / "model.safetensors")
+    return sum(tensor.numel() for name, tensor in tensors.items() if not name.startswith("mtp."))
 
 
 def measure_prefix(args: argparse.Namespace) -> dict[str, Any]:

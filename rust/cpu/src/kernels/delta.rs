@@ -131,62 +131,74 @@ impl DeltaHead<'_> {
         key_dim * BLOCK
     }
 
+    /// Computes `N` vectors of columns, from vector `first` on. A pass over them applies an update and sums the new state
+    /// for the row's output and for the next row's update, so that each row reads the columns once.
     #[inline(always)]
     fn block<S: Simd, const N: usize>(&mut self, s: S, first: usize) {
-        let Self { key_dim, value_dim, places, stride, replay, commit, .. } = *self;
+        let Self { key_dim, value_dim, places, stride, replay, commit, rows, .. } = *self;
         let vectors = value_dim.div_ceil(LANES);
-        let scratch = &mut self.scratch[..key_dim * N];
-        for (i, block) in scratch.chunks_exact_mut(N).enumerate() {
-            let row = &self.state[(i * vectors + first) * LANES..][..N * LANES];
-            if self.zero {
-                block.fill([0.0; LANES]);
-            } else {
-                block.as_flattened_mut().copy_from_slice(row);
-            }
-        }
-        // Loops in place of closures: what a closure calls is not compiled for the instruction set of `S`.
+        let columns = &mut self.scratch.as_chunks_mut::<N>().0[..key_dim];
+        let mut next_key = &rows[key_dim..2 * key_dim];
+        let lanes = first * LANES..(first + N) * LANES;
+        // Loops in place of closures: what a closure calls is not compiled for the instruction set of `S`. Their bodies
+        // are short, so that they are unrolled and `known` and `delta` stay in registers.
+        let mut known = load(s, columns, self.state, self.zero, vectors, first, next_key);
         let mut delta = [s.splat(0.0); N];
-        for (i, entry) in self.log.chunks_exact(places.entry).take(replay).enumerate() {
-            for (j, delta) in delta.iter_mut().enumerate() {
-                *delta = s.load(entry[places.delta + (first + j) * LANES..].first_chunk().expect("whole vectors"));
+        for i in 0..replay {
+            let entry = &self.log[i * places.entry..][..places.entry];
+            let logged: &[Vector; N] = vectors_of(&entry[places.delta..][lanes.clone()]);
+            for j in 0..N {
+                delta[j] = s.load(&logged[j]);
             }
-            update::<S, N, false>(s, scratch, &entry[places.key..][..key_dim], &[], delta, entry[places.decay]);
-            for (_, kept) in self.snapshots.iter_mut().filter(|(updates, _)| *updates == i + 1) {
-                write_columns::<N>(scratch, kept, vectors, first);
-            }
-        }
-        for (row, (&(beta, decay), out)) in
-            self.gates.iter().zip(self.out.chunks_exact_mut(vectors * LANES)).enumerate()
-        {
-            let x = &self.rows[row * stride..][..stride];
-            let (query, key) = (&x[..key_dim], &x[key_dim..2 * key_dim]);
-            let value = &x[self.value..][..value_dim];
-            let mut known = [s.splat(0.0); N];
-            for (block, &k) in scratch.chunks_exact(N).zip(key) {
+            let (key, decay) = (&entry[places.key..][..key_dim], entry[places.decay]);
+            if i + 1 < replay {
+                update::<S, N, false, false>(s, columns, key, delta, decay, [&[]; 2]);
+            } else {
+                let sums = update::<S, N, false, true>(s, columns, key, delta, decay, [&[], next_key]);
                 for j in 0..N {
-                    known[j] = s.fma(s.splat(k), s.load(&block[j]), known[j]);
+                    known[j] = sums.1[j];
                 }
             }
-            for (j, delta) in delta.iter_mut().enumerate() {
-                let value = &value[((first + j) * LANES).min(value_dim)..((first + j + 1) * LANES).min(value_dim)];
-                let missing = s.sub(f32::load_tail(s, value), s.mul(s.splat(decay), known[j]));
-                *delta = s.mul(s.splat(beta), missing);
+            for (_, kept) in self.snapshots.iter_mut().filter(|(updates, _)| *updates == i + 1) {
+                write_columns(columns, kept, vectors, first);
             }
-            let sums = update::<S, N, true>(s, scratch, key, query, delta, decay);
+        }
+        let count = self.gates.len();
+        for row in 0..count {
+            let x = &rows[row * stride..][..stride];
+            let (query, key) = (&x[..key_dim], &x[key_dim..2 * key_dim]);
+            let value = &x[self.value..][..value_dim];
+            let (beta, decay) = self.gates[row];
+            let mut values = [[0.0; LANES]; N];
+            let value = &value[lanes.start..lanes.end.min(value_dim)];
+            values.as_flattened_mut()[..value.len()].copy_from_slice(value);
             for j in 0..N {
-                s.store(sums[j], out[(first + j) * LANES..].first_chunk_mut().expect("rows of whole vectors"));
+                let missing = s.sub(s.load(&values[j]), s.mul(s.splat(decay), known[j]));
+                delta[j] = s.mul(s.splat(beta), missing);
+            }
+            let out: &mut [Vector; N] = vectors_of_mut(&mut self.out[row * vectors * LANES..][lanes.clone()]);
+            let sums = if row + 1 < count {
+                next_key = &rows[(row + 1) * stride + key_dim..][..key_dim];
+                update::<S, N, true, true>(s, columns, key, delta, decay, [query, next_key])
+            } else {
+                update::<S, N, true, false>(s, columns, key, delta, decay, [query, &[]])
+            };
+            for j in 0..N {
+                s.store(sums.0[j], &mut out[j]);
+                known[j] = sums.1[j];
             }
             if row >= commit {
                 let entry = &mut self.log[(self.log_from + row - commit) * places.entry + places.delta..];
+                let logged: &mut [Vector; N] = vectors_of_mut(&mut entry[lanes.clone()]);
                 for j in 0..N {
-                    s.store(delta[j], entry[(first + j) * LANES..].first_chunk_mut().expect("whole vectors"));
+                    s.store(delta[j], &mut logged[j]);
                 }
             }
             for (_, kept) in self.snapshots.iter_mut().filter(|(updates, _)| *updates == replay + row + 1) {
-                write_columns::<N>(scratch, kept, vectors, first);
+                write_columns(columns, kept, vectors, first);
             }
             if row + 1 == commit {
-                write_columns::<N>(scratch, self.state, vectors, first);
+                write_columns(columns, self.state, vectors, first);
             }
         }
     }
@@ -209,33 +221,77 @@ impl Kernel for DeltaHead<'_> {
     }
 }
 
+/// Returns `N` vectors of numbers, of which there are as many.
+#[inline(always)]
+fn vectors_of<const N: usize>(x: &[f32]) -> &[Vector; N] {
+    x.as_chunks().0.first_chunk().expect("N vectors")
+}
+
+#[inline(always)]
+fn vectors_of_mut<const N: usize>(x: &mut [f32]) -> &mut [Vector; N] {
+    x.as_chunks_mut().0.first_chunk_mut().expect("N vectors")
+}
+
+/// Copies columns of a state, from vector `first` on, out of rows of `vectors` vectors; zeros if `zero`. Returns `key^T
+/// state`.
+#[inline(always)]
+fn load<S: Simd, const N: usize>(
+    s: S,
+    columns: &mut [[Vector; N]],
+    state: &[f32],
+    zero: bool,
+    vectors: usize,
+    first: usize,
+    key: &[f32],
+) -> [S::V; N] {
+    let mut known = [s.splat(0.0); N];
+    if zero {
+        columns.fill([[0.0; LANES]; N]);
+        return known;
+    }
+    for ((block, row), &k) in columns.iter_mut().zip(state.chunks_exact(vectors * LANES)).zip(key) {
+        let row: &[Vector; N] = vectors_of(&row[first * LANES..]);
+        for j in 0..N {
+            let x = s.load(&row[j]);
+            s.store(x, &mut block[j]);
+            known[j] = s.fma(s.splat(k), x, known[j]);
+        }
+    }
+    known
+}
+
 /// Writes columns of a state, from vector `first` on, into the rows of `vectors` vectors of a state's memory.
 #[inline(always)]
-fn write_columns<const N: usize>(columns: &[Vector], state: &mut [f32], vectors: usize, first: usize) {
-    for (i, block) in columns.chunks_exact(N).enumerate() {
-        state[(i * vectors + first) * LANES..][..N * LANES].copy_from_slice(block.as_flattened());
+fn write_columns<const N: usize>(columns: &[[Vector; N]], state: &mut [f32], vectors: usize, first: usize) {
+    for (block, row) in columns.iter().zip(state.chunks_exact_mut(vectors * LANES)) {
+        *vectors_of_mut(&mut row[first * LANES..]) = *block;
     }
 }
 
-/// Computes `state = decay state + key delta^T`. Returns `query^T state` if `READS`, otherwise an undefined value.
+/// Computes `state = decay state + key delta^T`. Returns `with^T state` for the first of `with` if `READS` and for the
+/// second if `KNOWS`, otherwise zeros.
 #[inline(always)]
-fn update<S: Simd, const N: usize, const READS: bool>(
+fn update<S: Simd, const N: usize, const READS: bool, const KNOWS: bool>(
     s: S,
-    state: &mut [Vector],
+    columns: &mut [[Vector; N]],
     key: &[f32],
-    query: &[f32],
     delta: [S::V; N],
     decay: f32,
-) -> [S::V; N] {
-    let mut sums = [s.splat(0.0); N];
-    for (i, (block, &k)) in state.chunks_exact_mut(N).zip(key).enumerate() {
+    with: [&[f32]; 2],
+) -> ([S::V; N], [S::V; N]) {
+    let [query, next_key] = with;
+    let (mut read, mut known) = ([s.splat(0.0); N], [s.splat(0.0); N]);
+    for (i, (block, &k)) in columns.iter_mut().zip(key).enumerate() {
         for j in 0..N {
             let new = s.fma(s.splat(k), delta[j], s.mul(s.splat(decay), s.load(&block[j])));
             s.store(new, &mut block[j]);
             if READS {
-                sums[j] = s.fma(s.splat(query[i]), new, sums[j]);
+                read[j] = s.fma(s.splat(query[i]), new, read[j]);
+            }
+            if KNOWS {
+                known[j] = s.fma(s.splat(next_key[i]), new, known[j]);
             }
         }
     }
-    sums
+    (read, known)
 }
