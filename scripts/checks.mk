@@ -79,15 +79,15 @@ instructions: ## instruction counts of the core's main paths against a baseline,
 	scripts/instructions
 
 .PHONY: test-neon check-neon
-check-neon: ## clippy of rust/cpu for 64-bit ARM
+check-neon: ## clippy of rust/cpu and rust/cpu-kernels for 64-bit ARM
 	scripts/neon check
-test-neon: ## rust/cpu on NEON under qemu's emulator, four minutes (apt: gcc-aarch64-linux-gnu qemu-user)
+test-neon: ## rust/cpu and rust/cpu-kernels on NEON under qemu's emulator, four minutes (apt: gcc-aarch64-linux-gnu qemu-user)
 	scripts/neon $(ARGS)
 
 .PHONY: miri sanitize
-miri: ## rust/cpu's borrowed memory and threads under Miri, five minutes; fetches the nightly toolchain that it names
+miri: ## borrowed memory and threads of rust/cpu and rust/cpu-kernels under Miri, five minutes; fetches the nightly toolchain that it names
 	scripts/sanitize miri
-sanitize: ## rust/cpu's tests under AddressSanitizer and ThreadSanitizer, a quarter of an hour; the same toolchain
+sanitize: ## the tests of rust/cpu and rust/cpu-kernels under AddressSanitizer and ThreadSanitizer, a quarter of an hour; the same toolchain
 	scripts/sanitize address
 	scripts/sanitize thread
 

@@ -25,6 +25,6 @@ def test_names_lie_in_their_boxes_and_boxes_in_the_picture() -> None:
 
 def test_folders_are_there() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
-    named = {box.folder for box in made.BOXES if box.folder} | set(re.findall(r"^\| \[([\w/]+)\]", page, re.MULTILINE))
+    named = {box.folder for box in made.BOXES if box.folder} | set(re.findall(r"^\| \[([\w/-]+)\]", page, re.MULTILINE))
     assert len(named) >= 10
     assert [name for name in named if not (ROOT / name).exists()] == []

@@ -1,6 +1,7 @@
 """Modules of each Rust crate import each other without circles."""
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -127,6 +128,14 @@ def test_no_circle(crate: str) -> None:
     graph = Crate({path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.rs")}).graph()
     assert sum(map(len, graph.values())) > len(graph) / 2, "imports are read"
     assert circles(graph) == []
+
+
+def test_kernels_need_no_other_crate() -> None:
+    """Check that the crate of the kernels, which takes longest to compile, is compiled only when it changes itself."""
+    manifest = tomllib.loads((ROOT / "rust/cpu-kernels/Cargo.toml").read_text())
+    tables = [manifest, *manifest["target"].values()]
+    assert {name for table in tables for name in table["dependencies"]} == {"libc", "thiserror"}
+    assert manifest["lib"]["test"] is False, "unit tests would compile the kernels once more"
 
 
 @pytest.mark.parametrize(

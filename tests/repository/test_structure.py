@@ -26,7 +26,7 @@ def modules() -> set[str]:
 
 def test_structure_is_complete() -> None:
     page = (ROOT / "docs/structure.md").read_text()
-    named = set(re.findall(r"`([\w/.]+\.(?:pyi?|rs))`", page)) - EXAMPLES
+    named = set(re.findall(r"`([\w/.-]+\.(?:pyi?|rs))`", page)) - EXAMPLES
     known = modules()
     assert named - known == set(), "named, but not there"
     # What these hold is their folder's; the page names an __init__.py that holds more than that.

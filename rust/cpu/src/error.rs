@@ -1,6 +1,5 @@
 //! Errors of this crate, as one enum. Messages name the field, the value and the allowed values.
 
-use specrs_core::must_be;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use thiserror::Error as ThisError;
 
@@ -13,15 +12,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// An argument is outside its range, or does not match the others.
-    #[error("{}", must_be(field, value, allowed))]
-    Invalid {
-        /// Name of the argument, with the layer or row where there are several.
-        field: String,
-        /// Value that was passed in.
-        value: String,
-        /// Description of the allowed values.
-        allowed: String,
-    },
+    #[error(transparent)]
+    Invalid(#[from] specrs_cpu_kernels::Error),
     /// The core rejected an argument of sampling.
     #[error(transparent)]
     Core(#[from] specrs_core::Error),
@@ -68,7 +60,7 @@ pub fn guarded<T>(part: impl FnOnce() -> Result<T>) -> Result<T> {
 #[allow(clippy::needless_pass_by_value)]
 impl Error {
     pub(crate) fn invalid(field: impl Into<String>, value: impl ToString, allowed: impl Into<String>) -> Self {
-        Self::Invalid { field: field.into(), value: value.to_string(), allowed: allowed.into() }
+        Self::Invalid(specrs_cpu_kernels::Error::invalid(field, value, allowed))
     }
 }
 

@@ -1,10 +1,9 @@
 //! KV cache of one model: its memory and the location of each position. Knows no requests.
 
 use crate::error::{Error, Result, check_len};
-use crate::memory::{Bf16, MemoryMut};
 use crate::shape::ModelShape;
 use crate::states::States;
-use crate::values::ValuesMut;
+use specrs_cpu_kernels::{Bf16, MemoryMut, ValuesMut};
 use std::mem::discriminant;
 
 /// Sizes of a KV cache.

@@ -1,31 +1,10 @@
 //! Layer of a decoder: its weights, and the checks of their shapes. Computes nothing.
 
 use crate::error::{Error, Result, check_len};
-use crate::isa::LANES;
-use crate::kernels::rate;
 use crate::kv_cache::KvLayer;
 use crate::linear::Linear;
-use crate::memory::Vectors;
 use crate::shape::{ConvShape, DeltaShape, ModelShape, StateShape};
-use crate::values::Values;
-
-/// Activation function that the MLP applies to its gate.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub enum Activation {
-    /// `SiLU`: `x / (1 + e^-x)`
-    #[default]
-    Silu,
-    /// GELU, in its approximation with tanh.
-    GeluTanh,
-    /// Clamped `SwiGLU` (`OpenAI` 2025, gpt-oss): `x / (1 + e^(-alpha x))` of a gate x of at most `limit`, times 1 plus
-    /// the value, which is clamped to -limit to limit.
-    ClampedSwiglu {
-        /// Factor of the sigmoid's argument.
-        alpha: f32,
-        /// Limit of gates and values.
-        limit: f32,
-    },
-}
+use specrs_cpu_kernels::{LANES, Values, Vectors, rate};
 
 /// Norms of queries and keys before `RoPE`.
 pub struct QkNorm {

@@ -6,47 +6,37 @@
 
 #![deny(missing_docs)]
 #![deny(unsafe_code)]
-// A kernel that is not inlined into the function that has an instruction set's features is compiled without them.
-#![allow(clippy::inline_always)]
 
-mod blocks;
 mod decoder;
 mod error;
-mod isa;
 pub mod iteration;
-mod kernels;
 mod kv_cache;
 mod layer;
 mod linear;
 mod lora;
-mod memory;
 mod pass;
 mod pool;
-mod quantize;
 mod shape;
 mod states;
-mod values;
 mod weights;
 
-pub use blocks::{BlockType, Packed, quantize_q4_k};
 pub use decoder::Decoder;
 pub use error::{Error, Result, guarded};
-pub use isa::{Isa, Tiles};
-pub use kernels::Rounding;
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{
-    Activation, Addition, ConvWeights, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, ParallelMlp, QkNorm,
-    RouterScales, SharedExpert, StateWeights, VariedLayer,
+    Addition, ConvWeights, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, ParallelMlp, QkNorm, RouterScales,
+    SharedExpert, StateWeights, VariedLayer,
 };
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
-pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
 pub use pass::{Entries, HeadStates, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
-pub use quantize::quantize;
 pub use shape::{ConvShape, DeltaShape, ModelShape, StateShape};
+pub use specrs_cpu_kernels::{
+    Activation, Bf16, BlockType, E4m3, E5m2, Isa, Memory, MemoryMut, Owner, Packed, Rounding, Tiles, Values, ValuesMut,
+    quantize, quantize_q4_k,
+};
 pub use states::StateSnapshot;
-pub use values::{Values, ValuesMut};
 pub use weights::{
     AssistantWeights, Eagle3Weights, Embedding, HeadWeights, LayerEmbedding, MtpWeights, Multipliers, QueryScaling,
     Rotation, Weights,

@@ -1,10 +1,8 @@
 //! Projections: the types that a matrix is stored as, and the stacking of matrices that share an input. Computes
 //! nothing.
 
-use crate::blocks::Packed;
 use crate::error::{Error, Result, check_len};
-use crate::memory::{Bf16, Memory};
-use crate::values::Values;
+use specrs_cpu_kernels::{Bf16, Memory, Packed, Values};
 use std::sync::Arc;
 
 /// Storage of a matrix `[outputs, inputs]`.
@@ -49,17 +47,6 @@ impl Weight {
             }
         }
     }
-}
-
-/// Rejects scales that make no groups of a multiple of `unit` inputs.
-pub(crate) fn check_groups(name: &str, scales: usize, outputs: usize, inputs: usize, unit: usize) -> Result<()> {
-    let groups = scales / outputs.max(1);
-    if groups * outputs == scales && (groups > 0 || outputs == 0) && inputs.is_multiple_of(groups.max(1) * unit) {
-        return Ok(());
-    }
-    let allowed =
-        format!("{outputs} for each group of inputs, with groups that are a multiple of {unit} and divide {inputs}");
-    Err(Error::invalid(name, format!("{scales} elements"), allowed))
 }
 
 /// Some output features of a projection: `weight` `[outputs, in]`, `bias` `[outputs]`.

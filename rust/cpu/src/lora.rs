@@ -2,12 +2,11 @@
 //! computes nothing.
 
 use crate::error::{Error, Result};
-use crate::isa::LANES;
 use crate::layer::{Layer, Mlp};
 use crate::linear::Part;
 use crate::shape::ModelShape;
-use crate::values::Values;
 use crate::weights::Weights;
+use specrs_cpu_kernels::{LANES, Values};
 
 /// Product `B A` that is added to some outputs of a projection.
 pub struct LoraPart {

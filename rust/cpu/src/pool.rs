@@ -14,9 +14,9 @@ mod tests;
 pub(crate) use pieces::Pieces;
 
 use crate::error::{Error, Result};
-use crate::memory::MAX_PARTS;
 use pieces::Unclaimed;
 use signal::Signal;
+use specrs_cpu_kernels::MAX_PARTS;
 use std::cell::{Cell, UnsafeCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,11 +1,11 @@
 //! Sizes of a decoder, and the checks that they go together. Contains no weights.
 
 use crate::error::{Error, Result};
-use crate::isa::LANES;
+use specrs_cpu_kernels::LANES;
 
 /// Maximum number of rows that go through all layers together. Longer passes are cut into tiles of as many rows, in
 /// order.
-pub const MAX_TILE_ROWS: usize = 64;
+pub const MAX_TILE_ROWS: usize = specrs_cpu_kernels::MAX_ROWS;
 
 /// Sizes of a decoder, with the names of its config.json.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -8,8 +8,8 @@
 //! number, so it never includes a draft that may be rejected. Another row can begin with it.
 
 use crate::error::{Error, Result};
-use crate::memory::{Columns, bytes_of, bytes_of_mut};
 use crate::shape::{MAX_TILE_ROWS, StateShape};
+use specrs_cpu_kernels::{Columns, bytes_of, bytes_of_mut};
 
 /// Snapshot of a row's states that a pass writes if the row passes its length. A pass does not write it if it does not
 /// feed the row, if it ends before this length, or if it begins at this length or later.

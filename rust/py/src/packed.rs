@@ -38,7 +38,7 @@ impl PackedMatrix {
         let (inputs, bytes) = (width / kind.bytes() * kind.numbers(), blocks.as_slice()?);
         py.detach(|| Packed::new("blocks", kind, bytes, inputs, order.as_deref(), usable_threads()))
             .map(|packed| Self(Arc::new(packed)))
-            .map_err(|error| cpu_to_py(py, &error))
+            .map_err(|error| cpu_to_py(py, &error.into()))
     }
 
     #[staticmethod]
@@ -64,7 +64,7 @@ impl PackedMatrix {
                 None => Ok(packed),
             }
         };
-        py.detach(packed).map(|packed| Self(Arc::new(packed))).map_err(|error| cpu_to_py(py, &error))
+        py.detach(packed).map(|packed| Self(Arc::new(packed))).map_err(|error| cpu_to_py(py, &error.into()))
     }
 
     #[classattr]

@@ -41,7 +41,7 @@ pub(crate) fn quantize_weight(
     }
     let (codes, scales) = (codes.as_slice_mut()?, scales.as_mut_slice());
     py.detach(|| specrs_cpu::quantize(name, &weight, shape[1], largest, codes, scales, usable_threads()))
-        .map_err(|error| cpu_to_py(py, &error))
+        .map_err(|error| cpu_to_py(py, &error.into()))
 }
 
 #[pyfunction]
@@ -57,7 +57,7 @@ pub(crate) fn quantize_q4_k<'py>(
         let mut out = blocks.readwrite();
         let out = out.as_slice_mut()?;
         py.detach(|| specrs_cpu::quantize_q4_k(name, &weight, shape[1], out, usable_threads()))
-            .map_err(|error| cpu_to_py(py, &error))?;
+            .map_err(|error| cpu_to_py(py, &error.into()))?;
     }
     Ok(blocks)
 }

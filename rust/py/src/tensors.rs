@@ -75,7 +75,7 @@ where
     let (address, len) = (view.as_slice()?.as_ptr().cast::<U>(), view.len());
     // SAFETY: the owner keeps the array, numpy moves no array's memory, and callers promise not to write weights. U is
     // T, or the bf16 of its bits.
-    let memory = unsafe { Memory::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error))?;
+    let memory = unsafe { Memory::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error.into()))?;
     Ok((memory, view.shape().to_vec()))
 }
 
@@ -88,7 +88,8 @@ pub(crate) fn values_mut<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> 
         let address = view.as_slice_mut()?.as_mut_ptr().cast::<Bf16>();
         // SAFETY: the owner keeps the array, numpy moves no array's memory; callers promise that no other thread uses
         // it during a call.
-        let memory = unsafe { MemoryMut::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error))?;
+        let memory =
+            unsafe { MemoryMut::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error.into()))?;
         return Ok((ValuesMut::Bf16(memory), shape));
     }
     let (memory, shape) = numbers_mut::<f32, D>(name, array)?;
@@ -113,7 +114,7 @@ pub(crate) fn codes_mut<D: Dimension>(
             MemoryMut::borrow(name, address.cast::<E5m2>(), len, owner).map(ValuesMut::E5m2)
         }
     };
-    Ok((memory.map_err(|error| cpu_to_py(py, &error))?, shape))
+    Ok((memory.map_err(|error| cpu_to_py(py, &error.into()))?, shape))
 }
 
 /// Borrows elements of rank `D` that a step writes. Returns their shape, too.
@@ -127,6 +128,7 @@ where
     let (len, shape) = (view.len(), view.shape().to_vec());
     let address = view.as_slice_mut()?.as_mut_ptr();
     // SAFETY: as in `values_mut`.
-    let memory = unsafe { MemoryMut::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error))?;
+    let memory =
+        unsafe { MemoryMut::borrow(name, address, len, owner) }.map_err(|error| cpu_to_py(py, &error.into()))?;
     Ok((memory, shape))
 }

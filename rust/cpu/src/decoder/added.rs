@@ -3,11 +3,9 @@
 
 use super::scratch::{Buffers, Private};
 use super::{CHUNK, Context};
-use crate::isa::LANES;
-use crate::kernels::{GateMul, RmsScale};
 use crate::linear::Linear;
-use crate::memory::Columns;
 use crate::weights::Added;
+use specrs_cpu_kernels::{Activation, Columns, GateMul, LANES, RmsScale};
 
 impl Context<'_> {
     /// Writes the layers' embeddings of the tile's tokens, for which the residual stream holds the scaled embeddings.
@@ -40,7 +38,7 @@ impl Context<'_> {
                 for x in &mut *out {
                     *x *= of_projection;
                 }
-                let scale = self.isa.run(RmsScale { x: out, eps: shape.rms_norm_eps });
+                let scale = RmsScale { x: out, eps: shape.rms_norm_eps }.run(self.isa);
                 for ((out, weight), e) in out.iter_mut().zip(&added.norm).zip(looked_up) {
                     *out = (*out * scale * weight + e * of_table) * half;
                 }
@@ -82,7 +80,7 @@ impl Context<'_> {
                             let first = (row * self.weights.layers.len() + self.layer) * size + start;
                             let (gate, up) = (&y[..chunk.len()], &layer_embedding[first..first + chunk.len()]);
                             let out = &mut gateds.row_mut(row)[from..][..chunk.len().div_ceil(LANES)];
-                            self.isa.run(GateMul::<true> { gate, up, out });
+                            GateMul { activation: Activation::GeluTanh, gate, up, out }.run(self.isa);
                         }
                     }
                     for row in 0..rows {

@@ -6,60 +6,13 @@ use super::Context;
 use super::products::Fed;
 use super::scratch::{Buffers, Private, RUN};
 use super::shares::Cut;
-use crate::isa::{LANES, Vector};
-use crate::kernels::{Attend, AttendScratch, Element, KvRead, QkHead, RmsScale, Sigmoid};
 use crate::kv_cache::KvShape;
 use crate::layer::Layer;
 use crate::lora::Projection;
-use crate::memory::{Columns, Planes, PlanesMut};
 use crate::pass::{MAX_TILE_ROWS, Pass};
-use std::marker::PhantomData;
-
-/// KV head in memory that only one thread uses.
-struct OwnHead<'a, T> {
-    planes: &'a PlanesMut<'a, T>,
-    key: usize,
-    value: usize,
-}
-
-impl<T> KvRead<T> for OwnHead<'_, T> {
-    #[inline(always)]
-    fn keys(&self, block: usize) -> &[T] {
-        self.planes.plane(block, self.key)
-    }
-
-    #[inline(always)]
-    fn values(&self, block: usize) -> &[T] {
-        self.planes.plane(block, self.value)
-    }
-}
-
-/// KV head in memory that all threads read.
-struct SharedHead<'a, T> {
-    layer: &'a [T],
-    sizes: [usize; 3],
-    key: usize,
-    value: usize,
-}
-
-impl<T> SharedHead<'_, T> {
-    #[inline(always)]
-    fn plane(&self, block: usize, middle: usize) -> &[T] {
-        &self.layer[(block * self.sizes[1] + middle) * self.sizes[2]..][..self.sizes[2]]
-    }
-}
-
-impl<T> KvRead<T> for SharedHead<'_, T> {
-    #[inline(always)]
-    fn keys(&self, block: usize) -> &[T] {
-        self.plane(block, self.key)
-    }
-
-    #[inline(always)]
-    fn values(&self, block: usize) -> &[T] {
-        self.plane(block, self.value)
-    }
-}
+use specrs_cpu_kernels::{
+    Attend, AttendScratch, Columns, KvElement, KvHead, LANES, Planes, PlanesMut, QkHead, RmsScale, Sigmoid, Vector,
+};
 
 /// Location of the KV of a tile's rows, in the blocks of one KV group.
 pub(super) struct Paging<'a> {
@@ -109,7 +62,7 @@ impl<'a> Context<'a> {
         Paging { shape, slots, block_table }
     }
 
-    pub(super) fn attention<T: Element>(
+    pub(super) fn attention<T: KvElement>(
         &self,
         layer: &Layer,
         kv: &mut [T],
@@ -160,7 +113,7 @@ impl<'a> Context<'a> {
                         let (units, first_head) = (shares.units.piece(piece), shares.q.bounds[piece]);
                         let share = Share { units, q, first_head, out: outs.row_mut(0) };
                         let planes = &planes;
-                        let head = |head| OwnHead { planes, key: head, value: kv_heads + head };
+                        let head = |head| KvHead::Own { planes, key: head, value: kv_heads + head };
                         self.attend(layer, share, head, paging, attend);
                     }
                 }
@@ -177,7 +130,7 @@ impl<'a> Context<'a> {
                 for piece in pieces {
                     let mut outs = outs.take(piece);
                     let share = Share { units: shares.units.piece(piece), q, first_head: 0, out: outs.row_mut(0) };
-                    let head = |head| SharedHead { layer: kv, sizes, key: head, value: kv_heads + head };
+                    let head = |head| KvHead::Shared { layer: kv, sizes, key: head, value: kv_heads + head };
                     self.attend(layer, share, head, paging, scratch);
                 }
             });
@@ -237,8 +190,8 @@ impl<'a> Context<'a> {
         let (of_q, of_k) = own.scales.split_at_mut(MAX_TILE_ROWS);
         let scales = of_q.iter_mut().zip(of_k);
         for (row, (of_q, of_k)) in heads.chunks_exact(q + 2 * k).take(self.rows()).zip(scales) {
-            *of_q = self.isa.run(RmsScale { x: &row[..q], eps: shape.rms_norm_eps });
-            *of_k = self.isa.run(RmsScale { x: &row[q..q + k], eps: shape.rms_norm_eps });
+            *of_q = RmsScale { x: &row[..q], eps: shape.rms_norm_eps }.run(self.isa);
+            *of_k = RmsScale { x: &row[q..q + k], eps: shape.rms_norm_eps }.run(self.isa);
         }
     }
 
@@ -280,14 +233,14 @@ impl<'a> Context<'a> {
             let first = (2 * head + 1) * dim;
             self.product(&layer.qkv, first..first + dim, fed, rows, z, dim);
             for (x, out) in z.chunks_exact(dim).zip(out.chunks_exact_mut(vectors)) {
-                self.isa.run(Sigmoid { x, out });
+                Sigmoid { x, out }.run(self.isa);
             }
         }
     }
 
     /// Computes a piece of the heads of q, k and v. Keys and values go into the cache if the row has a slot and is not
     /// masked. A layer that attends another layer's KV computes only queries.
-    fn heads<T: Element>(
+    fn heads<T: KvElement>(
         &self,
         layer: &Layer,
         piece: usize,
@@ -305,7 +258,7 @@ impl<'a> Context<'a> {
         let rotate = |row: usize, x: &mut [f32], norm| {
             let angles = layer.rotation.map_or(0..0, |rotation| self.angles(rotation, row));
             let (cos, sin) = (&given.cos[angles.clone()], &given.sin[angles]);
-            self.isa.run(QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin });
+            QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin }.run(self.isa);
         };
         let queries = shares.q.piece(piece);
         for head in queries.clone() {
@@ -334,26 +287,24 @@ impl<'a> Context<'a> {
                     rotate(row, y, norms.map(|norms| &*norms.1));
                 } else if let Some(norm) = &layer.value_norm {
                     let eps = shape.rms_norm_eps;
-                    self.isa.run(QkHead { x: &mut *y, norm: Some(norm), eps, cos: &[], sin: &[] });
+                    QkHead { x: &mut *y, norm: Some(norm), eps, cos: &[], sin: &[] }.run(self.isa);
                 }
                 if given.slots[row] >= 0 && self.tile.positions[row] >= 0 {
                     let slot = given.slots[row] as usize;
                     let plane = planes.plane_mut(slot / block_size, head);
                     let scale = if head < kv_heads { layer.kv_scales.0 } else { layer.kv_scales.1 };
-                    for (out, y) in plane[slot % block_size * dim..].iter_mut().zip(y) {
-                        *out = T::round(if T::CODES { *y / scale } else { *y });
-                    }
+                    T::write(y, scale, &mut plane[slot % block_size * dim..]);
                 }
             }
         }
     }
 
     /// Computes a piece of attention. Neighbouring rows of one request are attended together.
-    fn attend<T: Element, K: KvRead<T>>(
+    fn attend<'k, T: KvElement>(
         &self,
         layer: &Layer,
         Share { units, q, first_head, out }: Share<'_>,
-        head_of: impl Fn(usize) -> K,
+        head_of: impl Fn(usize) -> KvHead<'k, T>,
         paging: &Paging<'_>,
         scratch: &mut AttendScratch,
     ) {
@@ -377,7 +328,7 @@ impl<'a> Context<'a> {
                 continue;
             }
             let attend = Attend {
-                kv: &head_of(head),
+                kv: head_of(head),
                 blocks: &paging.block_table[sequences[row] * max_blocks..][..max_blocks],
                 block_size: paging.shape.block_size,
                 head_dim: dim,
@@ -391,9 +342,8 @@ impl<'a> Context<'a> {
                 scale: self.weights.multipliers.scores * k_scale,
                 scratch: &mut *scratch,
                 out: &mut *out,
-                element: PhantomData,
             };
-            attend.run(self.isa);
+            T::attend(attend, self.isa);
             if T::CODES {
                 for x in out.iter_mut() {
                     *x *= v_scale;

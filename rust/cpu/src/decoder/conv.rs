@@ -3,11 +3,10 @@
 use super::Context;
 use super::scratch::NetRoom;
 use super::states::{Convolution, Written};
-use crate::isa::LANES;
-use crate::kernels::GatedConv;
 use crate::layer::ConvLayer;
 use crate::shape::ConvShape;
 use crate::states::Run;
+use specrs_cpu_kernels::{GatedConv, LANES};
 
 impl Context<'_> {
     /// Computes the rows of one request for block `block` of the channels. `mixed` is the output of the input
@@ -46,12 +45,13 @@ impl Context<'_> {
             values.copy_from_slice(features(row, 1));
             padding.fill(0.0);
         }
-        self.isa.run(GatedConv {
+        GatedConv {
             inputs: inputs[run.replay * WIDTH..].as_chunks::<LANES>().0,
             weight: &net.conv[block * kernel * VECTORS..][..kernel * VECTORS],
             vectors: VECTORS,
             gated: &mut *gated,
-        });
+        }
+        .run(self.isa);
         for (gated, &row) in gated.chunks_exact(VECTORS).zip(&run.rows) {
             outs.row_mut(row)[first..][..own.len()].copy_from_slice(&gated.as_flattened()[..own.len()]);
         }

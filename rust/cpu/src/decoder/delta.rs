@@ -3,10 +3,9 @@
 use super::Context;
 use super::scratch::NetRoom;
 use super::states::{Convolution, Written};
-use crate::isa::{LANES, Vector};
-use crate::kernels::{ConvSilu, DeltaHead, GatedNorm, LogPlaces, Unit, decay, sigmoid};
 use crate::layer::DeltaLayer;
 use crate::states::Run;
+use specrs_cpu_kernels::{ConvSilu, DeltaHead, GatedNorm, LANES, LogPlaces, Unit, Vector, decay, sigmoid};
 
 impl Context<'_> {
     /// Computes the rows of one request for key head `head`. `mixed` is the output of the input projection.
@@ -34,17 +33,18 @@ impl Context<'_> {
 
         let vectors = width / LANES;
         let convolved = &mut convolved[..count * vectors];
-        self.isa.run(ConvSilu {
+        ConvSilu {
             inputs: inputs[run.replay * width..].as_chunks::<LANES>().0,
             weight: &net.conv[head * shape.kernel * vectors..][..shape.kernel * vectors],
             vectors,
             out: convolved,
-        });
+        }
+        .run(self.isa);
         let convolved = convolved.as_flattened_mut();
         for row in convolved.chunks_exact_mut(width) {
             let (query, rest) = row.split_at_mut(dim);
-            self.isa.run(Unit { x: query, factor: 1.0 / (dim as f32).sqrt() });
-            self.isa.run(Unit { x: &mut rest[..dim], factor: 1.0 });
+            Unit { x: query, factor: 1.0 / (dim as f32).sqrt() }.run(self.isa);
+            Unit { x: &mut rest[..dim], factor: 1.0 }.run(self.isa);
         }
         for j in 0..shared {
             let value_head = head * shared + j;
@@ -64,7 +64,7 @@ impl Context<'_> {
             let of_head = j * dim * padded..(j + 1) * dim * padded;
             let mut snapshots: Vec<(usize, &mut [f32])> =
                 snapshots.iter_mut().map(|(updates, kept)| (*updates, &mut kept[of_head.clone()])).collect();
-            self.isa.run(DeltaHead {
+            DeltaHead {
                 snapshots: &mut snapshots,
                 key_dim: dim,
                 value_dim: shape.value_dim,
@@ -81,12 +81,13 @@ impl Context<'_> {
                 gates: &gates[j * count..][..count],
                 out: &mut out[..count * padded],
                 scratch: &mut *state,
-            });
+            }
+            .run(self.isa);
             for (x, &row) in out.chunks_exact(padded).zip(&run.rows) {
                 let gate = &row_of(row)[places.gate + j * shape.value_dim..][..shape.value_dim];
                 let out = &mut outs.row_mut(row)[first + j * shape.value_dim..][..shape.value_dim];
                 let eps = self.weights.shape.rms_norm_eps;
-                self.isa.run(GatedNorm { x: &x[..shape.value_dim], weight: &net.norm, gate, eps, out });
+                GatedNorm { x: &x[..shape.value_dim], weight: &net.norm, gate, eps, out }.run(self.isa);
             }
         }
 

@@ -5,10 +5,8 @@
 use super::products::Fed;
 use super::scratch::{Buffers, Mixture, Private};
 use super::{Activations, CHUNK, Context};
-use crate::isa::{LANES, Vector};
-use crate::kernels::{RmsNorm, RoundedRoom, Route, sigmoid};
 use crate::layer::{Experts, Layer, SharedExpert};
-use crate::memory::{Columns, ColumnsMut};
+use specrs_cpu_kernels::{Columns, ColumnsMut, LANES, RmsNorm, RoundedRoom, Route, Vector, sigmoid};
 
 impl Context<'_> {
     pub(super) fn experts(&self, layer: &Layer, experts: &Experts, buffers: &mut Buffers, private: &mut [Private]) {
@@ -149,8 +147,8 @@ impl Context<'_> {
                 let mut sums = sums.take(piece);
                 let of_experts = &of_experts[sums.columns()];
                 for (sum, x) in sums.row_mut(0).chunks_exact_mut(hidden).zip(of_experts.chunks_exact(hidden)) {
-                    self.isa.run(RmsNorm { x: sum, weight: mlp_norm, eps, out: &mut *first });
-                    self.isa.run(RmsNorm { x, weight: expert_norm, eps, out: &mut *second });
+                    RmsNorm { x: sum, weight: mlp_norm, eps, out: &mut *first }.run(self.isa);
+                    RmsNorm { x, weight: expert_norm, eps, out: &mut *second }.run(self.isa);
                     let parts = first.as_flattened().iter().zip(second.as_flattened());
                     sum.iter_mut().zip(parts).for_each(|(sum, (a, b))| *sum = a + b);
                 }
@@ -213,12 +211,13 @@ impl Context<'_> {
         let masked = |row: usize| self.tile.positions[row] < 0;
         for row in (0..self.rows()).filter(|&row| !masked(row)) {
             let of = row * per_token..(row + 1) * per_token;
-            self.isa.run(Route {
+            Route {
                 logits: &mut logits[row * count..(row + 1) * count],
                 normalized: experts.normalized,
                 chosen: &mut chosen[of.clone()],
                 shares: &mut shares[of.clone()],
-            });
+            }
+            .run(self.isa);
             chosen[of].iter().for_each(|&expert| starts[expert + 1] += 1);
         }
         // How many rows lie before those of each expert; then, while rows come to their places, before its next.

@@ -4,12 +4,10 @@
 use super::scratch::{Buffers, Private};
 use super::{Context, Decoder};
 use crate::error::{Error, Result, check_len};
-use crate::isa::LANES;
-use crate::kernels::RmsNorm;
 use crate::linear::Linear;
-use crate::memory::Columns;
 use crate::pass::MAX_TILE_ROWS;
 use crate::weights::{Head, HeadInput, Weights};
+use specrs_cpu_kernels::{Columns, LANES, RmsNorm};
 
 impl Decoder {
     /// Combines the target's hidden states `[N, L, its hidden size]` into states of the head, `out` `[N, hidden_size]`,
@@ -126,7 +124,7 @@ impl Context<'_> {
             for (i, out) in values.chunks_exact_mut(together).enumerate() {
                 let part = i * together..(i + 1) * together;
                 let t = &mut own.t[..together.div_ceil(LANES)];
-                self.isa.run(RmsNorm { x: &states[part.clone()], weight: &norm[part], eps, out: t });
+                RmsNorm { x: &states[part.clone()], weight: &norm[part], eps, out: t }.run(self.isa);
                 out.copy_from_slice(&t.as_flattened()[..together]);
             }
         }

@@ -4,10 +4,8 @@ use super::products::{Fed, FedRoom};
 use super::scratch::Private;
 use super::{CHUNK, Context, Decoder, Range};
 use crate::error::{Error, Result, check_len};
-use crate::isa::{LANES, Vector};
-use crate::kernels::{Argmax, Softcap, better};
-use crate::memory::Columns;
 use crate::pass::{MAX_TILE_ROWS, Output};
+use specrs_cpu_kernels::{Argmax, Columns, LANES, Softcap, Vector, better};
 
 /// Input of the LM head.
 #[derive(Clone, Copy)]
@@ -164,7 +162,8 @@ impl Context<'_> {
                     *found = *best;
                 }
                 self.chunks(rows, ids, &mut fed, y, |i, chunk, y| {
-                    if let Some((offset, x)) = self.isa.run(Argmax { x: y, best: of_piece[i].1 }) {
+                    let found = Argmax { x: y, best: of_piece[i].1 }.run(self.isa);
+                    if let Some((offset, x)) = found {
                         of_piece[i] = (chunk.start + offset, x);
                     }
                 });
@@ -199,7 +198,7 @@ impl Context<'_> {
             self.product(&self.weights.lm_head, chunk.clone(), fed, rows, y, CHUNK);
             if let Some(cap) = self.weights.softcap {
                 for y in y.chunks_exact_mut(CHUNK).take(rows) {
-                    self.isa.run(Softcap { x: &mut y[..chunk.len()], cap });
+                    Softcap { x: &mut y[..chunk.len()], cap }.run(self.isa);
                 }
             }
             for (i, y) in y.chunks_exact(CHUNK).take(rows).enumerate() {

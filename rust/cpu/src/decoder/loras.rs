@@ -3,12 +3,10 @@
 //! So sums have one order, regardless of other rows and of threads.
 
 use super::{CHUNK, Context};
-use crate::isa::{LANES, Vector};
-use crate::kernels::Product;
 use crate::lora::{Lora, Projection};
-use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
 use crate::shape::ModelShape;
+use specrs_cpu_kernels::{LANES, Product, Vector, Vectors};
 use std::ops::Range;
 
 /// Neighbouring rows of a tile that use the same adapter.

@@ -3,12 +3,10 @@
 use super::products::Fed;
 use super::scratch::{Buffers, Private};
 use super::{CHUNK, Context, Range};
-use crate::isa::{LANES, Vector};
-use crate::kernels::{ClampedGateMul, GateMul, RmsNorm};
-use crate::layer::{Activation, Layer};
+use crate::layer::Layer;
 use crate::linear::Linear;
 use crate::lora::Projection;
-use crate::memory::{Columns, ColumnsMut};
+use specrs_cpu_kernels::{Columns, ColumnsMut, GateMul, LANES, RmsNorm, Vector};
 
 impl Context<'_> {
     pub(super) fn mlp(
@@ -91,13 +89,7 @@ impl Context<'_> {
             for (row, (gate, up)) in rows.clone().zip(y.chunks_exact(CHUNK).zip(z.chunks_exact(CHUNK))) {
                 let out = &mut acts.row_mut(row)[from..][..chunk.len().div_ceil(LANES)];
                 let (gate, up) = (&gate[..chunk.len()], &up[..chunk.len()]);
-                match self.weights.activation {
-                    Activation::Silu => self.isa.run(GateMul::<false> { gate, up, out }),
-                    Activation::GeluTanh => self.isa.run(GateMul::<true> { gate, up, out }),
-                    Activation::ClampedSwiglu { alpha, limit } => {
-                        self.isa.run(ClampedGateMul { gate, up, alpha, limit, out });
-                    }
-                }
+                GateMul { activation: self.weights.activation, gate, up, out }.run(self.isa);
                 if let Some(factors) = factors {
                     out.as_flattened_mut().iter_mut().for_each(|x| *x *= factors[row]);
                 }
@@ -147,7 +139,7 @@ impl Context<'_> {
                 let mut hs = hs.take(piece);
                 let added = &added[hs.columns()];
                 for (h, x) in hs.row_mut(0).chunks_exact_mut(hidden).zip(added.chunks_exact(hidden)) {
-                    self.isa.run(RmsNorm { x, weight, eps, out: &mut *out });
+                    RmsNorm { x, weight, eps, out: &mut *out }.run(self.isa);
                     for (h, x) in h.iter_mut().zip(out.as_flattened()) {
                         *h = (*h + x * multiplier) * scalar;
                     }

@@ -18,20 +18,18 @@ mod shares;
 mod states;
 
 use crate::error::{Error, Result, check_len};
-use crate::isa::{Isa, LANES, Tiles, Vector};
-use crate::kernels::{Angles, RmsNorm, Rounding, query_factor};
 use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
 use crate::pass::{Entries, HeadStates, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
 use crate::shape::ModelShape;
 use crate::states::{FedRows, of_tile};
-use crate::values::ValuesMut;
 use crate::weights::{HeadInput, QueryScaling, Weights};
 use loras::AdaptedRows;
 use products::TileRoom;
 use scratch::{Buffers, Private};
 use shares::Shares;
+use specrs_cpu_kernels::{Angles, Isa, LANES, RmsNorm, Rounding, Tiles, ValuesMut, Vector, query_factor};
 use states::StateTile;
 use std::ops::Range;
 use std::sync::Arc;
@@ -474,7 +472,7 @@ impl Context<'_> {
             for states in entries.states.chunks_exact_mut(entries.layers.len() * hidden) {
                 let state = &mut states[at * hidden..][..hidden];
                 let out = &mut t[..hidden.div_ceil(LANES)];
-                self.isa.run(RmsNorm { x: state, weight: &self.weights.final_norm, eps, out });
+                RmsNorm { x: state, weight: &self.weights.final_norm, eps, out }.run(self.isa);
                 state.copy_from_slice(&out.as_flattened()[..hidden]);
             }
         }
@@ -505,7 +503,7 @@ impl Context<'_> {
                     let eps = self.weights.shape.rms_norm_eps;
                     let mut norm = |x: &mut [f32], weight: &[f32]| {
                         let out = &mut buffers.t[..hidden.div_ceil(LANES)];
-                        self.isa.run(RmsNorm { x, weight, eps, out });
+                        RmsNorm { x, weight, eps, out }.run(self.isa);
                         x.copy_from_slice(&out.as_flattened()[..hidden]);
                     };
                     match &head.input {
@@ -531,13 +529,14 @@ impl Context<'_> {
             let rotated = position.max(0) + i64::from(self.weights.shares_kv());
             for (i, rotation) in self.weights.rotations.iter().enumerate() {
                 let angles = self.angles(i, row);
-                self.isa.run(Angles {
+                Angles {
                     position: rotated,
                     frequencies: &rotation.frequencies,
                     magnitude: rotation.magnitude,
                     cos: &mut buffers.cos[angles.clone()],
                     sin: &mut buffers.sin[angles],
-                });
+                }
+                .run(self.isa);
             }
             if let Some(QueryScaling { beta, length }) = self.weights.query_scaling {
                 buffers.query_factors[row] = query_factor(position.max(0), beta, length);
@@ -580,12 +579,12 @@ impl Context<'_> {
             let (first, rest) = x.as_flattened_mut().split_at_mut(hidden);
             let (second, padding) = rest.split_at_mut(hidden);
             let t = &mut own.t[..hidden.div_ceil(LANES)];
-            self.isa.run(RmsNorm { x: e, weight: input_norm, eps, out: t });
+            RmsNorm { x: e, weight: input_norm, eps, out: t }.run(self.isa);
             first.copy_from_slice(&t.as_flattened()[..hidden]);
             if normed_before {
                 second.copy_from_slice(h);
             } else {
-                self.isa.run(RmsNorm { x: h, weight: &head.hidden_norm, eps, out: t });
+                RmsNorm { x: h, weight: &head.hidden_norm, eps, out: t }.run(self.isa);
                 second.copy_from_slice(&t.as_flattened()[..hidden]);
             }
             padding.fill(0.0);
@@ -599,7 +598,7 @@ impl Context<'_> {
         for (row, out) in rows.zip(x.chunks_exact_mut(hidden.div_ceil(LANES))) {
             let x = &h[row * hidden..][..hidden];
             if let Some(weight) = weight {
-                self.isa.run(RmsNorm { x, weight, eps, out });
+                RmsNorm { x, weight, eps, out }.run(self.isa);
             } else {
                 let (values, padding) = out.as_flattened_mut().split_at_mut(hidden);
                 values.copy_from_slice(x);

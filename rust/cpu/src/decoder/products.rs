@@ -2,15 +2,14 @@
 
 use super::Context;
 use super::loras::{Added, LoraRoom};
-use crate::isa::{Isa, LANES, Tile, Tiles, Vector};
-use crate::kernels::{
-    BlockProduct, Layout, PAIRS, Product, Round, RoundPairs, Rounded, RoundedRoom, Rounding, Split, TileProduct,
-};
 use crate::linear::{Linear, Part, Weight};
 use crate::lora::Projection;
-use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
 use crate::weights::Weights;
+use specrs_cpu_kernels::{
+    BlockProduct, Isa, LANES, Layout, PAIRS, Product, Round, RoundPairs, Rounded, RoundedRoom, Rounding, Split, Tile,
+    TileProduct, Tiles, Unpacked, Vector, Vectors,
+};
 use std::ops::Range;
 
 /// Returns whether tiles multiply packed weights by `rows` rows faster than vectors do. Tiles take sixteen rows at
@@ -103,7 +102,7 @@ impl Context<'_> {
     /// that tiles multiply, which are rounded when they are laid out as tiles.
     pub(super) fn round(&self, x: &mut [Vector], rows: usize, inputs: usize) {
         if self.activations.bf16 && self.tiles.is_none() {
-            self.isa.run_pairs(RoundPairs { x: &mut x[..rows * (inputs / LANES)] });
+            RoundPairs { x: &mut x[..rows * (inputs / LANES)] }.run(self.isa);
         }
     }
 
@@ -139,7 +138,7 @@ impl Context<'_> {
         let rounded = linear.has_packed().then(|| {
             let (x, to) = (&x[..rows * (linear.inputs / LANES)], self.activations.packed);
             let tiles = self.isa.byte_tiles().filter(|_| fill_tiles(rows, to));
-            self.isa.run(Round { x, inputs: linear.inputs, order: linear.order(), to, tiles, room })
+            Round { x, inputs: linear.inputs, order: linear.order(), to, tiles, room }.run(self.isa)
         });
         Input::Rows { x, rounded }
     }
@@ -155,7 +154,7 @@ impl Context<'_> {
         let layout = Layout::new(rows, self.activations.bf16);
         let (inputs, x) = (linear.inputs, &x[..rows * (linear.inputs / LANES)]);
         let out = &mut room.rows.as_chunks_mut().0[..layout.tiles(inputs)];
-        self.isa.run(Split { layout, inputs, x, out });
+        Split { layout, inputs, x, out }.run(self.isa);
         Input::Tiles { tiles, layout, rows: out, block: &mut room.block.as_chunks_mut().0[..inputs / PAIRS * 2] }
     }
 
@@ -181,7 +180,7 @@ impl Context<'_> {
                 match (&mut fed.input, &part.weight) {
                     (Input::Tiles { tiles, layout, rows: x, block }, Weight::Bf16(all)) => {
                         let (tiles, layout, w) = (*tiles, *layout, &all.as_slice()[w]);
-                        self.isa.run(TileProduct { tiles, layout, inputs, w, x, rows, block, y, y_stride: stride });
+                        TileProduct { tiles, layout, inputs, w, x, rows, block, y, y_stride: stride }.run(self.isa);
                     }
                     (Input::Tiles { .. }, _) => unreachable!("only bf16 weights are multiplied by tiles"),
                     (Input::Rows { rounded: Some(x), .. }, Weight::Packed(w)) => {
@@ -211,14 +210,12 @@ impl Context<'_> {
     pub(super) fn by_vectors(&self, part: &Part, inside: Range<usize>, product: Product<'_>) {
         let inputs = product.inputs;
         let w = inside.start * inputs..inside.end * inputs;
-        match &part.weight {
+        let w = match &part.weight {
             Weight::Packed(_) => unreachable!("rows are rounded for packed parts"),
-            Weight::F32(all) => self.isa.run(product.with(&all.as_slice()[w])),
-            Weight::Bf16(all) if self.activations.bf16 => {
-                let pairs = all.as_slice()[w].as_chunks::<2>().0;
-                self.isa.run_pairs(product.with(pairs));
-            }
-            Weight::Bf16(all) => self.isa.run(product.with(&all.as_slice()[w])),
-        }
+            Weight::F32(all) => Unpacked::F32(&all.as_slice()[w]),
+            Weight::Bf16(all) if self.activations.bf16 => Unpacked::Pairs(all.as_slice()[w].as_chunks().0),
+            Weight::Bf16(all) => Unpacked::Bf16(&all.as_slice()[w]),
+        };
+        product.run(w, self.isa);
     }
 }

@@ -2,13 +2,11 @@
 
 use super::CHUNK;
 use super::products::FedRoom;
-use crate::isa::{Isa, LANES};
-use crate::kernels::{AttendScratch, DeltaHead};
 use crate::layer::{ExpertSizes, Layer};
-use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
 use crate::shape::{ModelShape, StateShape};
 use crate::weights::{Head, Weights};
+use specrs_cpu_kernels::{AttendScratch, DeltaHead, Isa, LANES, Vectors};
 
 /// Maximum number of rows of one request that are attended together.
 pub(super) const RUN: usize = 16;

@@ -3,11 +3,10 @@
 
 use super::CHUNK;
 use super::scratch::RUN;
-use crate::isa::LANES;
 use crate::layer::ExpertSizes;
-use crate::memory::MAX_PARTS;
 use crate::pass::{MAX_TILE_ROWS, Pass};
 use crate::shape::{ModelShape, StateShape};
+use specrs_cpu_kernels::{LANES, MAX_PARTS};
 use std::ops::Range;
 
 /// Split of a phase's work into pieces, and the pieces with which each thread begins.

@@ -3,12 +3,11 @@
 
 use super::Context;
 use super::scratch::{Buffers, Private};
-use crate::isa::LANES;
 use crate::layer::{Layer, StateLayer, StateNet};
 use crate::lora::Projection;
-use crate::memory::{Columns, ColumnsMut};
 use crate::shape::DeltaShape;
 use crate::states::{Run, States};
+use specrs_cpu_kernels::{Columns, ColumnsMut, LANES};
 
 /// Rows of a tile by request, and the split of their logs by parts.
 #[derive(Clone, Copy)]

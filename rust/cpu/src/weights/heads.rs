@@ -4,7 +4,7 @@ use crate::error::{Error, Result, check_len};
 use crate::layer::LayerWeights;
 use crate::linear::Linear;
 use crate::shape::ModelShape;
-use crate::values::Values;
+use specrs_cpu_kernels::Values;
 
 /// Weights of an EAGLE-3 head in addition to its layer (Li et al. 2025), with which it reads the target's hidden
 /// states. Its one layer has a `qkv` with `2 hidden` inputs: the normed embedding and the normed hidden state.

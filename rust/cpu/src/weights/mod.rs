@@ -1,16 +1,13 @@
 //! Weights of a decoder or of a drafting head, and the checks of what both have. Computes nothing.
 
-use crate::blocks::Packed;
 use crate::error::{Error, Result, check_len};
-use crate::kernels::{LEAST_WEIGHT, PAIRS};
-use crate::layer::{Activation, ExpertSizes, Layer, LayerWeights, Mlp};
+use crate::layer::{ExpertSizes, Layer, LayerWeights, Mlp};
 use crate::linear::{Linear, Weight};
-use crate::memory::Bf16;
 use crate::shape::{ModelShape, StateShape};
-use crate::values::Values;
 use heads::check_target_ids;
 pub use heads::{AssistantWeights, Eagle3Weights, HeadWeights, MtpWeights};
 pub(crate) use heads::{Head, HeadInput};
+use specrs_cpu_kernels::{Activation, Bf16, LEAST_WEIGHT, PAIRS, Packed, Values};
 use std::sync::Arc;
 
 mod heads;
