@@ -17,6 +17,7 @@ mod lora;
 mod pass;
 mod pool;
 mod shape;
+mod state_layer;
 mod states;
 mod weights;
 
@@ -24,8 +25,7 @@ pub use decoder::Decoder;
 pub use error::{Error, Result, guarded};
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{
-    Addition, ConvWeights, DeltaWeights, Experts, LayerSizes, LayerWeights, Mlp, ParallelMlp, QkNorm, RouterScales,
-    SharedExpert, StateWeights, VariedLayer,
+    Addition, Experts, LayerSizes, LayerWeights, Mlp, ParallelMlp, QkNorm, RouterScales, SharedExpert, VariedLayer,
 };
 pub use linear::{Linear, Part, Weight};
 pub use lora::{Lora, LoraLayer, LoraPart};
@@ -36,6 +36,7 @@ pub use specrs_cpu_kernels::{
     Activation, Bf16, BlockType, E4m3, E5m2, Isa, Memory, MemoryMut, Owner, Packed, Rounding, Tiles, Values, ValuesMut,
     quantize, quantize_q4_k,
 };
+pub use state_layer::{ConvWeights, DeltaWeights, StateWeights};
 pub use states::StateSnapshot;
 pub use weights::{
     AssistantWeights, Eagle3Weights, Embedding, HeadWeights, LayerEmbedding, MtpWeights, Multipliers, QueryScaling,

@@ -3,8 +3,8 @@
 use super::Context;
 use super::scratch::NetRoom;
 use super::states::{Convolution, Written};
-use crate::layer::ConvLayer;
 use crate::shape::ConvShape;
+use crate::state_layer::ConvLayer;
 use crate::states::Run;
 use specrs_cpu_kernels::{GatedConv, LANES};
 

@@ -3,7 +3,7 @@
 use super::Context;
 use super::scratch::NetRoom;
 use super::states::{Convolution, Written};
-use crate::layer::DeltaLayer;
+use crate::state_layer::DeltaLayer;
 use crate::states::Run;
 use specrs_cpu_kernels::{ConvSilu, DeltaHead, GatedNorm, LANES, LogPlaces, Unit, Vector, decay, sigmoid};
 

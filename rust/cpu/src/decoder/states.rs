@@ -3,9 +3,10 @@
 
 use super::Context;
 use super::scratch::{Buffers, Private};
-use crate::layer::{Layer, StateLayer, StateNet};
+use crate::layer::Layer;
 use crate::lora::Projection;
 use crate::shape::DeltaShape;
+use crate::state_layer::{StateLayer, StateNet};
 use crate::states::{Run, States};
 use specrs_cpu_kernels::{Columns, ColumnsMut, LANES};
 
