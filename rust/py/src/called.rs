@@ -17,19 +17,19 @@ pub(crate) struct Raised(Arc<Mutex<Vec<(String, PyErr)>>>);
 impl Raised {
     /// Removes the exceptions of the previous step.
     pub(crate) fn clear(&self) {
-        crate::cpu::lock(&self.0).clear();
+        crate::mutex::lock(&self.0).clear();
     }
 
     /// Stores an exception and returns the error that represents it.
     pub(crate) fn keep(&self, raised: PyErr) -> Error {
         let message = raised.to_string();
-        crate::cpu::lock(&self.0).push((message.clone(), raised));
+        crate::mutex::lock(&self.0).push((message.clone(), raised));
         Error::Host { message }
     }
 
     /// Returns the exception that an error represents, or a new one for other errors.
     pub(crate) fn of(&self, py: Python<'_>, error: &Error) -> PyErr {
-        let raised = crate::cpu::lock(&self.0);
+        let raised = crate::mutex::lock(&self.0);
         let found = match error {
             Error::Host { message } => raised.iter().find(|(said, _)| said == message),
             _ => None,
@@ -39,7 +39,7 @@ impl Raised {
 
     /// Returns an interrupt among the exceptions, which must always be raised.
     pub(crate) fn interrupt(&self, py: Python<'_>) -> Option<PyErr> {
-        let raised = crate::cpu::lock(&self.0);
+        let raised = crate::mutex::lock(&self.0);
         let found = raised.iter().find(|(_, raised)| !raised.is_instance_of::<pyo3::exceptions::PyException>(py));
         found.map(|(_, raised)| raised.clone_ref(py))
     }

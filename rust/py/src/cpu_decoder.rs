@@ -1,9 +1,12 @@
 //! Passes of one model on a CPU, on arrays of the caller.
 
 use crate::buffers::{In, In2, Out, check_len, readonly, readwrite};
-use crate::cpu::{CpuKVCache, CpuPool, CpuWeights, lock};
+use crate::cpu_kv_cache::CpuKVCache;
+use crate::cpu_pool::CpuPool;
+use crate::cpu_weights::CpuWeights;
 use crate::error::{Class, cpu_to_py, size};
 use crate::lora::{GivenAdapters, by_row};
+use crate::mutex::lock;
 use numpy::{Ix1, Ix2, Ix3, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{Decoder, Entries, HeadStates, Output, Pass, Rounding, Tiles, guarded};

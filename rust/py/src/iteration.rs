@@ -2,11 +2,12 @@
 
 use crate::buffers::{In, Out, readonly, readwrite};
 use crate::called::{Called, Raised};
-use crate::cpu::{CpuKVCache, lock};
 use crate::cpu_decoder::CpuDecoder;
+use crate::cpu_kv_cache::CpuKVCache;
 use crate::error::{Class, cpu_to_py};
 use crate::host::PyHost;
 use crate::lora::{GivenAdapters, by_row};
+use crate::mutex::lock;
 use crate::rows::Rows;
 use crate::scheduler::Scheduler;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};

@@ -1,8 +1,9 @@
 //! KV blocks, snapshots of states and outputs of a scheduler on disk: copies between a store's records and KV caches.
 
 use crate::block_pool::hash_key_bytes;
-use crate::cpu::{CpuKVCache, lock};
+use crate::cpu_kv_cache::CpuKVCache;
 use crate::error::{Class, OrRaise, size};
+use crate::mutex::lock;
 use crate::scheduler::Scheduler;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;

@@ -15,8 +15,10 @@ mod block_pool;
 mod buffers;
 mod called;
 mod cost_model;
-mod cpu;
 mod cpu_decoder;
+mod cpu_kv_cache;
+mod cpu_pool;
+mod cpu_weights;
 mod drafts;
 mod error;
 mod host;
@@ -24,6 +26,7 @@ mod iteration;
 mod kv_events;
 mod kv_store;
 mod lora;
+mod mutex;
 mod outputs;
 mod packed;
 mod philox;
@@ -50,9 +53,13 @@ mod _core {
     #[pymodule_export]
     use super::cost_model::CostModel;
     #[pymodule_export]
-    use super::cpu::{CpuKVCache, CpuPool, CpuWeights, cpu_instruction_sets};
-    #[pymodule_export]
     use super::cpu_decoder::CpuDecoder;
+    #[pymodule_export]
+    use super::cpu_kv_cache::CpuKVCache;
+    #[pymodule_export]
+    use super::cpu_pool::{CpuPool, cpu_instruction_sets};
+    #[pymodule_export]
+    use super::cpu_weights::CpuWeights;
     #[pymodule_export]
     use super::drafts::{CachedDrafter, HiddenDrafter, HostDrafter, NgramProposer, SharedKVDrafter, TextDrafter};
     #[pymodule_export]

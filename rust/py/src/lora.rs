@@ -1,6 +1,6 @@
 //! `LoRA` adapters of a decoder on a CPU, in arrays of the caller.
 
-use crate::cpu::CpuWeights;
+use crate::cpu_weights::CpuWeights;
 use crate::error::{Class, cpu_to_py, size};
 use crate::tensors::values;
 use numpy::Ix2;
