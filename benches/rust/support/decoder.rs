@@ -4,8 +4,8 @@
 
 use specrs_core::philox::{Purpose, fill_uniform};
 use specrs_cpu::{
-    Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output, Part, Pass, Pool,
-    QkNorm, Values, VariedLayer, Weights,
+    Bf16, Decoder, DecoderWeights, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output, Part,
+    Pass, Pool, QkNorm, Values, VariedLayer, Weights,
 };
 use std::sync::Arc;
 
@@ -61,10 +61,12 @@ pub(crate) fn weights((shape, layers): (ModelShape, usize), bf16: bool) -> Arc<W
         varied: VariedLayer::default(),
     };
     let layers = (0..layers).map(|_| layer(p)).collect();
-    let embedding = values(p, shape.vocab_size * hidden, 2.0, bf16);
-    let head = linear(p, shape.vocab_size, hidden);
+    let embedding = values(p, shape.vocab_size * hidden, 2.0, bf16).into();
+    let lm_head = linear(p, shape.vocab_size, hidden);
     let frequencies = (0..dim / 2).map(|i| 10_000_f32.powf(-2.0 * i as f32 / dim as f32)).collect();
-    Arc::new(Weights::new(shape, embedding, layers, &values(p, hidden, 2.0, bf16), head, frequencies).unwrap())
+    let final_norm = values(p, hidden, 2.0, bf16);
+    let given = DecoderWeights { shape, embedding, layers, final_norm, lm_head, frequencies };
+    Arc::new(Weights::new(given).unwrap())
 }
 
 /// Decoder and KV cache of one text after its first 256 tokens.

@@ -5,7 +5,9 @@ use std::{collections::HashMap, fs, path::Path, sync::Arc};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
-use specrs_cpu::{LayerWeights, Linear, Memory, Mlp, ModelShape, Part, QkNorm, Values, VariedLayer, Weights};
+use specrs_cpu::{
+    DecoderWeights, LayerWeights, Linear, Memory, Mlp, ModelShape, Part, QkNorm, Values, VariedLayer, Weights,
+};
 
 use crate::{MAX_LEN, Result};
 
@@ -119,14 +121,14 @@ impl Checkpoint {
         let theta = [&config["rope_parameters"]["rope_theta"], &config["rope_theta"]];
         let theta = theta.iter().find_map(|theta| theta.as_f64()).unwrap_or(10_000.0);
         let frequency = |i: usize| theta.powf(-2.0 * i as f64 / shape.head_dim as f64) as f32;
-        Ok(Weights::new(
+        Ok(Weights::new(DecoderWeights {
             shape,
-            self.tensor("model.embed_tokens.weight")?,
+            embedding: self.tensor("model.embed_tokens.weight")?.into(),
             layers,
-            &self.tensor("model.norm.weight")?,
-            self.linear(hidden, &[head.to_string()])?,
-            (0..shape.head_dim / 2).map(frequency).collect(),
-        )?)
+            final_norm: self.tensor("model.norm.weight")?,
+            lm_head: self.linear(hidden, &[head.to_string()])?,
+            frequencies: (0..shape.head_dim / 2).map(frequency).collect(),
+        })?)
     }
 
     /// Ids that end a text.

@@ -39,8 +39,8 @@ pub use specrs_cpu_kernels::{
 pub use state_layer::{ConvWeights, DeltaWeights, StateWeights};
 pub use states::StateSnapshot;
 pub use weights::{
-    AssistantWeights, Eagle3Weights, Embedding, HeadWeights, LayerEmbedding, MtpWeights, Multipliers, QueryScaling,
-    Rotation, Weights,
+    AssistantWeights, DecoderWeights, Eagle3Weights, Embedding, HeadWeights, LayerEmbedding, MtpWeights, Multipliers,
+    QueryScaling, Rotation, Weights,
 };
 
 /// Returns the settings of a property test with at most `most` cases. Miri tries three, and cannot write failures to a

@@ -5,9 +5,9 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    ConvShape, ConvWeights, Decoder, DeltaShape, DeltaWeights, Experts, Isa, KvCache, KvShape, LayerWeights, Linear,
-    Memory, Mlp, ModelShape, Output, Part, Pass, Pool, QkNorm, SharedExpert, StateShape, StateSnapshot, StateWeights,
-    Values, Weights,
+    ConvShape, ConvWeights, Decoder, DecoderWeights, DeltaShape, DeltaWeights, Experts, Isa, KvCache, KvShape,
+    LayerWeights, Linear, Memory, Mlp, ModelShape, Output, Part, Pass, Pool, QkNorm, SharedExpert, StateShape,
+    StateSnapshot, StateWeights, Values, Weights,
 };
 use std::sync::Arc;
 use support::Numbers;
@@ -115,11 +115,12 @@ fn mlp(n: &mut Numbers, dense: bool) -> Mlp {
 fn weights(net: StateShape, seed: u64) -> Arc<Weights> {
     let n = &mut Numbers(seed);
     let layers = [Some(net), None, Some(net)].map(|net| layer(n, net)).into();
-    let embedding = draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0);
+    let embedding = draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0).into();
     let final_norm = draw(n, SHAPE.hidden_size, 0.3, 1.0);
-    let head = linear(n, SHAPE.hidden_size, &[VOCAB]);
+    let lm_head = linear(n, SHAPE.hidden_size, &[VOCAB]);
     let frequencies = (0..SHAPE.head_dim / 2).map(|i| 0.3_f32.powi(i as i32)).collect();
-    Arc::new(Weights::new(SHAPE, embedding, layers, &final_norm, head, frequencies).unwrap())
+    let given = DecoderWeights { shape: SHAPE, embedding, layers, final_norm, lm_head, frequencies };
+    Arc::new(Weights::new(given).unwrap())
 }
 
 fn cache(num_seqs: usize) -> KvCache {
@@ -388,9 +389,11 @@ fn wrong_weights_are_rejected() {
     let mut wrong = |net: StateShape, change: &dyn Fn(&mut StateWeights)| {
         let mut made = layer(n, Some(net));
         change(made.state.as_mut().unwrap());
-        let (embedding, norm) = (draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0), draw(n, SHAPE.hidden_size, 0.3, 1.0));
-        let head = linear(n, SHAPE.hidden_size, &[VOCAB]);
-        let made = Weights::new(SHAPE, embedding, vec![made], &norm, head, vec![1.0; SHAPE.head_dim / 2]);
+        let embedding = draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0).into();
+        let final_norm = draw(n, SHAPE.hidden_size, 0.3, 1.0);
+        let lm_head = linear(n, SHAPE.hidden_size, &[VOCAB]);
+        let (shape, layers, frequencies) = (SHAPE, vec![made], vec![1.0; SHAPE.head_dim / 2]);
+        let made = Weights::new(DecoderWeights { shape, embedding, layers, final_norm, lm_head, frequencies });
         made.err().expect("they are wrong").to_string()
     };
     let mut delta = |change: fn(&mut DeltaWeights)| {

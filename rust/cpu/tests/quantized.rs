@@ -4,7 +4,8 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    Bf16, Decoder, Isa, Linear, Memory, ModelShape, Packed, Part, Pool, Rounding, Values, Weight, Weights, quantize,
+    Bf16, Decoder, DecoderWeights, Isa, Linear, Memory, ModelShape, Packed, Part, Pool, Rounding, Values, Weight,
+    Weights, quantize,
 };
 use std::sync::Arc;
 use support::{Host, Kind, LLAMA_BIAS, LLAMA3, Model, Numbers, QWEN3, SMALL, Stored};
@@ -14,9 +15,15 @@ fn head(isa: Isa, threads: usize, inputs: usize, outputs: usize, weight: impl In
     let shape = ModelShape { hidden_size: inputs, vocab_size: outputs, ..SMALL };
     let zeros = |len| Values::F32(Memory::from_vec(vec![0.0; len]));
     let head = Linear::new("head", inputs, vec![Part::new(weight, None, outputs)]).unwrap();
-    let weights =
-        Weights::new(shape, zeros(outputs * inputs), vec![], &zeros(inputs), head, vec![1.0; SMALL.head_dim / 2]);
-    Decoder::with_isa(Arc::new(weights.unwrap()), Arc::new(Pool::new(threads).unwrap()), isa)
+    let weights = DecoderWeights {
+        shape,
+        embedding: zeros(outputs * inputs).into(),
+        layers: vec![],
+        final_norm: zeros(inputs),
+        lm_head: head,
+        frequencies: vec![1.0; SMALL.head_dim / 2],
+    };
+    Decoder::with_isa(Arc::new(Weights::new(weights).unwrap()), Arc::new(Pool::new(threads).unwrap()), isa)
 }
 
 /// Returns weights whose groups differ by powers of two; some groups are all zeros. They are bf16 or fp32.

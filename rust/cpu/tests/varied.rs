@@ -6,9 +6,9 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{
-    Activation, Addition, AssistantWeights, Decoder, Entries, Experts, HeadStates, HeadWeights, Isa, KvCache, KvShape,
-    LayerEmbedding, LayerSizes, LayerWeights, Linear, Memory, MemoryMut, Mlp, ModelShape, Output, ParallelMlp, Part,
-    Pass, Pool, QkNorm, Rotation, RouterScales, Values, ValuesMut, VariedLayer, Weights,
+    Activation, Addition, AssistantWeights, Decoder, DecoderWeights, Entries, Experts, HeadStates, HeadWeights, Isa,
+    KvCache, KvShape, LayerEmbedding, LayerSizes, LayerWeights, Linear, Memory, MemoryMut, Mlp, ModelShape, Output,
+    ParallelMlp, Part, Pass, Pool, QkNorm, Rotation, RouterScales, Values, ValuesMut, VariedLayer, Weights,
 };
 use std::sync::Arc;
 use support::Numbers;
@@ -128,9 +128,9 @@ fn made(kinds: &[Kind], change: impl Fn(usize, &mut LayerWeights)) -> specrs_cpu
     let n = &mut Numbers(7);
     let mut layers: Vec<_> = kinds.iter().map(|&kind| layer(n, kind)).collect();
     layers.iter_mut().enumerate().for_each(|(i, layer)| change(i, layer));
-    let embedding = draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0);
+    let embedding = draw(n, VOCAB * SHAPE.hidden_size, 1.0, 0.0).into();
     let final_norm = draw(n, SHAPE.hidden_size, 0.3, 1.0);
-    let head = linear(n, SHAPE.hidden_size, VOCAB);
+    let lm_head = linear(n, SHAPE.hidden_size, VOCAB);
     let added = LayerEmbedding {
         table: draw(n, VOCAB * kinds.len() * SIZE, 1.0, 0.0).into(),
         projection: linear(n, SHAPE.hidden_size, kinds.len() * SIZE),
@@ -142,7 +142,8 @@ fn made(kinds: &[Kind], change: impl Fn(usize, &mut LayerWeights)) -> specrs_cpu
     };
     let of_layers: Vec<_> = kinds.iter().map(|kind| Some(usize::from(kind.0.head_dim == 24))).collect();
     let windows: Vec<_> = kinds.iter().map(|kind| (kind.0.head_dim == 12).then_some(9)).collect();
-    Weights::new(SHAPE, embedding, layers, &final_norm, head, vec![0.0; SHAPE.head_dim / 2])?
+    let (shape, frequencies) = (SHAPE, vec![0.0; SHAPE.head_dim / 2]);
+    Weights::new(DecoderWeights { shape, embedding, layers, final_norm, lm_head, frequencies })?
         .with_rotations(vec![rotation(6, 0.3), rotation(12, 0.6)], &of_layers)?
         .with_windows(&windows)?
         .with_activation(Activation::GeluTanh)?
@@ -233,8 +234,9 @@ fn assistant(places: [usize; 2]) -> specrs_cpu::Result<Weights> {
     for layer in &mut layers {
         layer.varied.addition = None;
     }
-    let (embedding, final_norm) = (draw(n, VOCAB * STATE, 1.0, 0.0), draw(n, SHAPE.hidden_size, 0.3, 1.0));
-    let head = linear(n, SHAPE.hidden_size, VOCAB);
+    let embedding = draw(n, VOCAB * STATE, 1.0, 0.0).into();
+    let final_norm = draw(n, SHAPE.hidden_size, 0.3, 1.0);
+    let lm_head = linear(n, SHAPE.hidden_size, VOCAB);
     let own = HeadWeights::Assistant(AssistantWeights {
         target_layers: 5,
         pre: linear(n, 2 * STATE, SHAPE.hidden_size),
@@ -243,7 +245,8 @@ fn assistant(places: [usize; 2]) -> specrs_cpu::Result<Weights> {
     });
     let frequencies = (0..SHAPE.head_dim / 2).map(|i| 0.5_f32.powi(i as i32)).collect();
     let rotation = |pairs: usize| Rotation { frequencies: vec![0.4; pairs], magnitude: 1.0 };
-    Weights::head(SHAPE, embedding, layers, &final_norm, head, frequencies, own)?
+    let given = DecoderWeights { shape: SHAPE, embedding, layers, final_norm, lm_head, frequencies };
+    Weights::head(given, own)?
         .with_rotations(vec![rotation(6), rotation(12)], &[Some(0), Some(1)])?
         .with_windows(&[Some(10), None])
 }

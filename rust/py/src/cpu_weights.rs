@@ -6,10 +6,10 @@ use crate::tensors::{embedding as embedding_of, values, weight as weight_of};
 use numpy::{Ix1, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, Addition, AssistantWeights, ConvShape, ConvWeights, DeltaShape, DeltaWeights, Eagle3Weights, Experts,
-    HeadWeights, LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights, Multipliers,
-    ParallelMlp, Part, QkNorm, QueryScaling, Rotation, RouterScales, SharedExpert, StateWeights, Values, VariedLayer,
-    Weights,
+    Activation, Addition, AssistantWeights, ConvShape, ConvWeights, DecoderWeights, DeltaShape, DeltaWeights,
+    Eagle3Weights, Experts, HeadWeights, LayerEmbedding, LayerSizes, LayerWeights, Linear, Mlp, ModelShape, MtpWeights,
+    Multipliers, ParallelMlp, Part, QkNorm, QueryScaling, Rotation, RouterScales, SharedExpert, StateWeights, Values,
+    VariedLayer, Weights,
 };
 use std::sync::Arc;
 
@@ -488,10 +488,11 @@ impl CpuWeights {
                 return Err(Class::InvalidBuffer.error(py, message));
             }
         };
+        let given = DecoderWeights { shape, embedding, layers, final_norm, lm_head, frequencies };
         let weights = match (head, target_ids) {
-            (Some(head), _) => Weights::head(shape, embedding, layers, &final_norm, lm_head, frequencies, head),
-            (None, Some(ids)) => Weights::draft(shape, embedding, layers, &final_norm, lm_head, frequencies, ids),
-            (None, None) => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
+            (Some(head), _) => Weights::head(given, head),
+            (None, Some(ids)) => Weights::draft(given, ids),
+            (None, None) => Weights::new(given),
         };
         weights
             .and_then(|weights| match rotations {

@@ -95,6 +95,22 @@ pub struct Multipliers {
     pub scores: f32,
 }
 
+/// Weights that every decoder and every drafting head has, as they are given.
+pub struct DecoderWeights {
+    /// Sizes.
+    pub shape: ModelShape,
+    /// Embeddings, `[vocab, hidden]`. Those of an assistant are the target's, with the target's hidden size.
+    pub embedding: Embedding,
+    /// Layers, in order.
+    pub layers: Vec<LayerWeights>,
+    /// Weight of the final norm, `[hidden]`.
+    pub final_norm: Values,
+    /// LM head. Tied embeddings and their LM head are the same memory.
+    pub lm_head: Linear,
+    /// Angle of each pair at position 1, scaling included, `[head_dim / 2]`.
+    pub frequencies: Vec<f32>,
+}
+
 /// All weights of a decoder or of a drafting head, checked against its shape. Read-only: several decoders may share
 /// them.
 pub struct Weights {
@@ -123,22 +139,14 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Makes the weights of a decoder: `embedding` is `[vocab, hidden]` and `lm_head` hidden -> vocab (the same memory
-    /// for tied embeddings). `frequencies` `[head_dim / 2]` has the angle of each pair at position 1, scaling included.
+    /// Makes the weights of a decoder: `lm_head` is hidden -> vocab.
     ///
     /// # Errors
     /// If a size is impossible or a tensor does not match the others.
-    pub fn new(
-        shape: ModelShape,
-        embedding: impl Into<Embedding>,
-        layers: Vec<LayerWeights>,
-        final_norm: &Values,
-        lm_head: Linear,
-        frequencies: Vec<f32>,
-    ) -> Result<Self> {
-        let vocab_size = shape.vocab_size;
-        let made = Self::build(shape, embedding, layers, final_norm, lm_head, frequencies, None)?;
-        made.lm_head.check("lm_head", vocab_size, shape.hidden_size)?;
+    pub fn new(given: DecoderWeights) -> Result<Self> {
+        let shape = given.shape;
+        let made = Self::build(given, None)?;
+        made.lm_head.check("lm_head", shape.vocab_size, shape.hidden_size)?;
         Ok(made)
     }
 
@@ -147,53 +155,29 @@ impl Weights {
     ///
     /// # Errors
     /// If a size is impossible or a tensor does not match the others.
-    pub fn draft(
-        shape: ModelShape,
-        embedding: impl Into<Embedding>,
-        layers: Vec<LayerWeights>,
-        final_norm: &Values,
-        lm_head: Linear,
-        frequencies: Vec<f32>,
-        target_ids: Vec<i64>,
-    ) -> Result<Self> {
-        lm_head.check("lm_head", target_ids.len().max(1), shape.hidden_size)?;
-        check_target_ids(&target_ids, &shape)?;
-        let made = Self::build(shape, embedding, layers, final_norm, lm_head, frequencies, None)?;
-        Ok(Self { target_ids: Some(target_ids), ..made })
+    pub fn draft(given: DecoderWeights, target_ids: Vec<i64>) -> Result<Self> {
+        given.lm_head.check("lm_head", target_ids.len().max(1), given.shape.hidden_size)?;
+        check_target_ids(&target_ids, &given.shape)?;
+        Ok(Self { target_ids: Some(target_ids), ..Self::build(given, None)? })
     }
 
-    /// Makes the weights of a head that drafts from a target's hidden states. `layers` are the head's own. `embedding`
-    /// is `[vocab, hidden]`, or for an assistant the target's, with the target's hidden size. `lm_head` has exactly one
-    /// output for each id that an EAGLE-3 head drafts, and at least one for each id of the other heads, in their order.
+    /// Makes the weights of a head that drafts from a target's hidden states. `layers` are the head's own.
+    /// `lm_head` has exactly one output for each id that an EAGLE-3 head drafts, and at least one for each id of the
+    /// other heads, in their order.
     ///
     /// # Errors
     /// If a size is impossible, a tensor does not match the others, or a layer is not of the kind that the head has.
-    pub fn head(
-        shape: ModelShape,
-        embedding: impl Into<Embedding>,
-        layers: Vec<LayerWeights>,
-        final_norm: &Values,
-        lm_head: Linear,
-        frequencies: Vec<f32>,
-        head: HeadWeights,
-    ) -> Result<Self> {
+    pub fn head(given: DecoderWeights, head: HeadWeights) -> Result<Self> {
+        let DecoderWeights { shape, layers, lm_head, .. } = &given;
         lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
-        let head = head.check(&shape, &layers, lm_head.outputs())?;
-        Self::build(shape, embedding, layers, final_norm, lm_head, frequencies, Some(head))
+        let head = head.check(shape, layers, lm_head.outputs())?;
+        Self::build(given, Some(head))
     }
 
-    fn build(
-        shape: ModelShape,
-        embedding: impl Into<Embedding>,
-        layers: Vec<LayerWeights>,
-        final_norm: &Values,
-        lm_head: Linear,
-        frequencies: Vec<f32>,
-        head: Option<Head>,
-    ) -> Result<Self> {
+    fn build(given: DecoderWeights, head: Option<Head>) -> Result<Self> {
+        let DecoderWeights { shape, embedding, layers, final_norm, lm_head, frequencies } = given;
         shape.check()?;
         let hidden = shape.hidden_size;
-        let embedding = embedding.into();
         let embedded = head.as_ref().filter(|head| head.shares_kv()).map_or(hidden, |head| head.state_size);
         check_len("embedding", embedding.len(), shape.vocab_size * embedded)?;
         check_len("final_norm", final_norm.len(), hidden)?;

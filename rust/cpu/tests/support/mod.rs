@@ -18,9 +18,9 @@ mod weights;
 pub use host::Host;
 pub use reference::Near;
 use specrs_cpu::{
-    Activation, Bf16, Decoder, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora, LoraLayer,
-    LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, QueryScaling, Rounding, Tiles, Values, ValuesMut,
-    Weights,
+    Activation, Bf16, Decoder, DecoderWeights, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora,
+    LoraLayer, LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, QueryScaling, Rounding, Tiles, Values,
+    ValuesMut, Weights,
 };
 use std::sync::Arc;
 pub use weights::{Dense, LowRank, Stored, group_of};
@@ -336,10 +336,14 @@ impl Model {
             mlp_output_norm: self.kind.behind.then(|| values(&l.mlp_output_norm)),
         };
         let layers = self.layers.iter().map(layer).collect();
-        let head = linear(&[&self.lm_head]);
-        let frequencies = self.frequencies.clone();
-        let embedding = values(&self.embedding);
-        let weights = Weights::new(self.shape, embedding, layers, &values(&self.final_norm), head, frequencies);
+        let weights = Weights::new(DecoderWeights {
+            shape: self.shape,
+            embedding: values(&self.embedding).into(),
+            layers,
+            final_norm: values(&self.final_norm),
+            lm_head: linear(&[&self.lm_head]),
+            frequencies: self.frequencies.clone(),
+        });
         let windows: Vec<Option<usize>> = (0..self.layers.len()).map(|i| self.window(i)).collect();
         let activation = match self.kind {
             Kind { clamped: true, .. } => Activation::ClampedSwiglu { alpha: ALPHA, limit: LIMIT },
