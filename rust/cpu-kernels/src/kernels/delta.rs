@@ -174,10 +174,7 @@ impl DeltaHead<'_> {
             if i + 1 < replay {
                 update::<S, N, false, false>(s, columns, key, delta, decay, [&[]; 2]);
             } else {
-                let sums = update::<S, N, false, true>(s, columns, key, delta, decay, [&[], next_key]);
-                for j in 0..N {
-                    known[j] = sums.1[j];
-                }
+                (_, known) = update::<S, N, false, true>(s, columns, key, delta, decay, [&[], next_key]);
             }
             for (_, kept) in self.snapshots.iter_mut().filter(|(updates, _)| *updates == i + 1) {
                 write_columns(columns, kept, vectors, first);
