@@ -7,11 +7,15 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from gguf_files import write_gguf
+from mtp_reference import add_head
 from quantized_files import fp8_block, gptq
 from specrs.backends.cuda.fit import _quantized_bits
 from specrs.backends.model_source import ModelSource
 from specrs.backends.table import BACKENDS
 from specrs.config import EngineConfig
+from specrs.drafters.assistant.reader import AssistantFiles
+from specrs.drafters.mtp.files import open_mtp
+from specrs.drafters.mtp.head import MtpHead
 from specrs.errors import UnsupportedConfigError
 from specrs.kernels.coding import Coding
 from specrs.kernels.linear import DenseWeight
@@ -119,6 +123,34 @@ def test_the_bits_of_gguf_files(wide: Path, tmp_path: Path) -> None:
         model = load_config(path)
         bits = set(_quantized_bits(str(path), None, model, None, "auto").values())
         assert bits == (set() if coding is None else {coding.bits}), kind
+
+
+@pytest.mark.parametrize(("counts", "ids"), [(False, [0, 1, 2]), (True, [1, 5, 60])])
+def test_mtp_heads(counts: bool, ids: list[int], tmp_path: Path) -> None:
+    """Check that a head has the target's embedding, and its first ids a view of the target's LM head."""
+    path = add_head(make_checkpoint(tmp_path / "target", "qwen3_5_text", vocab=61, dtype=torch.bfloat16))
+    file = tmp_path / "counts.json"
+    file.write_text('{"1": 3, "5": 2, "60": 9}')
+    target = load(path)
+    files = open_mtp(str(path), target, revision=None, size=3, counts=str(file) if counts else None)
+    head = BACKENDS["cuda"].load_head(files, target, None)
+    assert isinstance(head, MtpHead)
+    own, theirs = head.weights.decoder.lm_head, target.weights.lm_head
+    assert isinstance(own, DenseWeight)
+    assert isinstance(theirs, DenseWeight)
+    assert head.weights.dtype == torch.bfloat16
+    assert own.weight.dtype == theirs.weight.dtype
+    assert head.weights.decoder.embedding is target.weights.embedding
+    assert head.target_ids.tolist() == ids
+    assert torch.equal(own.weight, theirs.weight[ids])
+    assert (own.weight.data_ptr() == theirs.weight.data_ptr()) != counts
+
+
+def test_assistants_are_rejected() -> None:
+    files = AssistantFiles("an assistant", None, None, None)  # type: ignore[arg-type]
+    message = r"^speculative_config\.model='an assistant': an assistant is not implemented on a GPU; allowed: "
+    with pytest.raises(UnsupportedConfigError, match=message):
+        BACKENDS["cuda"].load_head(files, None, None)  # type: ignore[arg-type]
 
 
 def test_rows_in_fp8_need_weights_in_fp8(plain: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import specrs.backends.cuda.device as device_module
 import specrs.engine.build as build
 import torch
 from checkpoints import make_checkpoint
+from mtp_reference import add_head
 from quantized_files import compressed
 from safetensors.torch import load_file
 from specrs.backends.cpu.backend import CpuBackend
@@ -219,6 +220,18 @@ def test_all_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     check_weights_fit(config, "cuda:0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
     with pytest.raises(InvalidConfigError, match="too little"):
+        check_weights_fit(config, "cuda:0")
+
+
+def test_an_mtp_head_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = add_head(make_checkpoint(tmp_path / "target", "qwen3_5_text", seed=1, vocab=97))
+    needed = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
+    speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=2)
+    config = EngineConfig(model=str(target), dtype="float32", speculative_config=speculative)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed, needed))
+    check_weights_fit(config, "cuda:0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
+    with pytest.raises(InvalidConfigError, match=r"GiB for model and .* GiB for its MTP head.*too little"):
         check_weights_fit(config, "cuda:0")
 
 

@@ -17,6 +17,7 @@ from specrs.backends.cuda import drafting, iteration
 from specrs.backends.cuda.build import make_context
 from specrs.backends.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
 from specrs.backends.cuda.context import Context, sequences_of
+from specrs.backends.cuda.products import stored
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
 from specrs.backends.cuda.shapes import ChunkShape, LogitsMode, MergedShape, Shape
 from specrs.backends.weights import Weights
@@ -26,6 +27,8 @@ from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.drafters.eagle3.config import TargetFacts, parse_eagle3_config
 from specrs.drafters.eagle3.head import Eagle3Head, Eagle3Weights
 from specrs.drafters.hidden_state import LoadedHead
+from specrs.drafters.mtp.head import MtpHead, TorchMtpWeights
+from specrs.drafters.mtp.reader import head_config
 from specrs.drafters.other_tokenizer import LoadedSharedTokens
 from specrs.drafters.other_tokenizer.vocabulary import SharedVocabulary
 from specrs.drafters.parallel import LoadedParallel
@@ -227,14 +230,32 @@ def context(
         yield lambda rule, kind="draft": make(target, head if "head" in kind else draft, rule, kind)
 
 
-METHODS = {"list": "ngram,draft_model", "head": "eagle3", "list with a head": "ngram,eagle3"}
+def fake_mtp(target: TorchDecoder) -> MtpHead:
+    """Return an MTP head of empty tensors, over the first of the target's ids."""
+    w, h = target.weights, target.config.hidden_size
+    layer = next(layer for layer in w.layers if layer.delta is None)
+    decoder = replace(
+        w, config=head_config(w.config), layers=(layer,), lm_head=DenseWeight(stored(w.lm_head)[:HEAD_IDS])
+    )
+    weights = TorchMtpWeights(
+        decoder=decoder,
+        fc=DenseWeight(torch.empty((h, 2 * h), dtype=w.dtype, device=CUDA)),
+        embedding_norm=w.final_norm,
+        hidden_norm=w.final_norm,
+        target_ids=torch.empty(HEAD_IDS, dtype=torch.int64, device=CUDA),
+        target_layers=target.num_layers,
+    )
+    return MtpHead(weights)
+
+
+METHODS = {"list": "ngram,draft_model", "mtp": "mtp", "head": "eagle3", "list with a head": "ngram,eagle3"}
 KINDS = ("draft", "list", "parallel", "other vocabulary", "head", "list with a head")
 
 
 def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = False) -> Context:
     speculative = SpeculativeConfig(
         method=METHODS.get(kind, "draft_model"),
-        model=str(draft),
+        model=None if kind == "mtp" else str(draft),
         num_speculative_tokens=K,
         rejection_sample_method=rule,
         parallel_drafting=kind == "parallel",
@@ -254,6 +275,8 @@ def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = Fal
     drafter: LoadedDrafter
     if "head" in kind:
         drafter = LoadedHead(fake_head(draft, model))
+    elif kind == "mtp":
+        drafter = LoadedHead(fake_mtp(model))
     elif kind == "parallel":
         drafter = LoadedParallel(fake_decoder(draft, torch.bfloat16), 7)
     elif kind == "other vocabulary":

@@ -54,6 +54,25 @@ def test_delta_nets_take_seven_kernels(k: int, tmp_path: Path) -> None:
     assert counts[0] - counts[1] == 1 + 7 + 8 - 5 * LAYERS
 
 
+@pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
+def test_a_draft_of_an_mtp_head_takes_a_layers_kernels(logits_mode: LogitsMode, tmp_path: Path) -> None:
+    """Check that an MTP head's draft has the kernels of one layer with gated attention, and a few more: embedding, two
+    norms, `fc`, the final norm and the LM head. The target's final states are copied nowhere before they are kept."""
+    target = make_checkpoint(tmp_path, "qwen3_5_text", **SHAPE)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        ctx = make(target, target, "coupled", "mtp")
+        sequences = sequences_of(ctx.record.views, "num_decode")
+        watches = [Watch(), Watch()]
+        for watch, passes in zip(watches, (K, 0), strict=True):
+            with torch.inference_mode(), watch:
+                iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode, passes), sequences)
+    counts = [count_ours(watch) for watch in watches]
+    spread = 0 if logits_mode is LogitsMode.GREEDY else 3  # to the target's ids; cut and draw
+    gathered = 1  # the target's states, before the first draft
+    assert counts[0] - counts[1] == K * (6 + 9 + spread) + gathered
+    assert not any("copy_" in op for op in watches[1].ops)
+
+
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 @pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
 def test_groups_take_one_kernel_more_an_iteration(logits_mode: LogitsMode, rule: str, tmp_path: Path) -> None:

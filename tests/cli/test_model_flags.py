@@ -74,11 +74,12 @@ def test_the_mtp_head_of_a_target_drafts_too(made: list[dict[str, Any]], tmp_pat
     out."""
     target = str(add_head(make_checkpoint(tmp_path / "target", "qwen3_5_text")))
     others = (["--max-steps-in-flight=2"], ["--no-speculation"], ["--load-format=dummy"], ["--spec-method=ngram"])
-    for argv in ([], *others):
+    for argv in (["--device=cuda"], [], *others):
         main(["serve", target, *argv])
     found = [settings.get("speculative_config") for settings in made]
-    assert found == [{"method": "suffix,mtp", **PAIR}, {"method": "mtp", **PAIR}, NONE, TEXT, {"method": "ngram"}]
-    assert EngineConfig.from_kwargs(**made[0]).model == target
+    both = {"method": "suffix,mtp", **PAIR}
+    assert found == [both, both, {"method": "mtp", **PAIR}, NONE, TEXT, {"method": "ngram"}]
+    assert EngineConfig.from_kwargs(**made[1]).model == target
 
 
 @pytest.mark.parametrize("drafts", [PAIR, TEXT])

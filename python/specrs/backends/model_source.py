@@ -104,9 +104,13 @@ def draft_source(config: EngineConfig) -> tuple[str, str | None] | None:
     speculative, draft = config.speculative_config, config.draft
     if speculative is None or draft is None or speculative.most_speculative_tokens == 0:
         return None
-    method = speculative.model_method
-    in_target = method is not None and method.bundled is None
-    return draft, config.revision if in_target else speculative.revision
+    return draft, config.revision if drafts_by_own_head(config) else speculative.revision
+
+
+def drafts_by_own_head(config: EngineConfig) -> bool:
+    """Return whether a head in the target's checkpoint drafts."""
+    method = None if config.speculative_config is None else config.speculative_config.model_method
+    return method is not None and method.bundled is None
 
 
 def drafts_by_model(config: EngineConfig) -> bool:

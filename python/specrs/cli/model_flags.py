@@ -81,11 +81,9 @@ def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> 
 
 
 def _has_head(settings: Mapping[str, Any]) -> bool:
-    """Return whether the target of the settings has an MTP head that can draft with them. No head drafts on a GPU."""
-    from specrs.backends.table import backend_of
+    """Return whether the target of the settings has an MTP head that can draft with them."""
     from specrs.drafters.mtp.files import has_mtp_head
 
     if settings.get("load_format") == "dummy" or settings.get("model_impl") == "transformers":
         return False
-    found = has_mtp_head(settings["model"], settings.get("revision"))
-    return found and backend_of(settings.get("device") or "auto").name == "cpu"
+    return has_mtp_head(settings["model"], settings.get("revision"))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specrs.backends.base import FindAdapter, SlotType
     from specrs.backends.cuda.runner import CudaRunner
     from specrs.drafters.eagle3.head import Eagle3Head
+    from specrs.drafters.mtp.head import MtpHead
     from specrs.models.torch_decoder import TorchDecoder
     from specrs.parallel.ranks import Ranks
     from specrs.parallel.start import Meeting
@@ -98,10 +99,10 @@ class CudaBackend:
 
     def load_head(
         self, files: HeadFiles | MtpFiles | AssistantFiles, target: DecoderFacts, ranks: Ranks | None
-    ) -> Eagle3Head:
-        if isinstance(files, MtpFiles | AssistantFiles):
-            reason = "not implemented on a GPU; allowed: a method of another kind, or device='cpu'"
-            raise invalid(UnsupportedConfigError, "speculative_config.method", "mtp", reason)
+    ) -> Eagle3Head | MtpHead:
+        if isinstance(files, AssistantFiles):
+            reason = "an assistant is not implemented on a GPU; allowed: another method, or device='cpu'"
+            raise invalid(UnsupportedConfigError, "speculative_config.model", files.path, reason)
         from specrs.backends.cuda.loader import load_head
 
         return load_head(files, target, ranks)

@@ -80,7 +80,9 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         max_k=k,
         mask_token_id=rules.mask_token_id,
     )
-    layers = () if loaded is None else loaded.hidden_layers
+    # Final states need no buffer of their own.
+    num_layers = blueprint.weights.target.num_layers
+    layers = [] if loaded is None else [layer for layer in loaded.hidden_layers if layer <= num_layers]
     target_rows = max(config.batched_tokens, config.most_seqs * (k + 1), WIDE_MERGED_ROWS[-1])
     target = with_buffers(
         cast("TorchModel", blueprint.weights.target),

@@ -40,7 +40,7 @@ class ChunkPasses:
         return HiddenStates(left.final[:rows], None if left.entries is None else left.entries[:rows])
 
     def draft(self, inputs: PassInputs, hidden: HiddenInputs | None = None) -> None:
-        """Run the drafter over catch-up chunks. An EAGLE-3 head reads `hidden`, and always runs op by op."""
+        """Run the drafter over catch-up chunks. A head reads `hidden`, and always runs op by op."""
         ctx, drafter = self._ctx, self._ctx.drafter
         assert drafter is not None
         drafter.num_passes += 1

@@ -35,7 +35,7 @@ from specrs.kernels.cuda.attention_config import ANY_LENGTH, MAX_VERIFY_ROWS, At
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.embedding import embed
-from specrs.kernels.cuda.linear_product import MAX_ROWS
+from specrs.kernels.cuda.linear_product import MAX_ROWS, Next
 from specrs.kernels.cuda.output_gate import apply_gates, split_gates
 from specrs.kernels.cuda.paged_attention import AttentionRows, MaskParams, paged_attention
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
@@ -150,33 +150,58 @@ class CudaDecoder(TorchFacts):
         views of the workspace.
 
         Up to 64 rows, of a draft up to 128, use fused products; more use cuBLAS. `hidden_layers` are the layers whose
-        inputs are returned with the final states.
+        inputs are returned with the final states, or the number of layers + 1 alone for the final states themselves.
         """
         ws, weights, rows = self.workspace, self.weights, inputs.input_ids.shape[0]
         assert rows <= ws.hidden.shape[0], f"rows={rows}: the workspace has room for {ws.hidden.shape[0]}"
-        room = ws.entries.shape[1]
-        assert len(hidden_layers) <= room, f"hidden_layers={hidden_layers}: the workspace has room for {room}"
-        hidden, c = ws.hidden[:rows], self.config
-        stream = stream_of(hidden, inputs.positions, ws, c, self.ranks)
-        norms = [w.input_norm if c.norms != "after" else None for w in weights.layers]
-        following = stream.following(norms[0])
-        tables = [weights.embedding, *self.rotary, None if following is None else following.norm_weight]
+        hidden, norm = ws.hidden[:rows], weights.layers[0].input_norm if self.config.norms != "after" else None
+        stream = stream_of(hidden, inputs.positions, ws, self.config, self.ranks)
+        self.embed(inputs, hidden, stream.following(norm))
+        return self._run(stream, inputs, kv_cache, hidden_layers)
+
+    def forward_from(self, hidden: Tensor, inputs: PassInputs, kv_cache: KVCache) -> HiddenStates:
+        """`forward` that begins with `hidden` `[N, hidden]`, a view of the workspace's, as the input of the first
+        layer. `embed` must have written the angles of the rows."""
+        stream = stream_of(hidden, inputs.positions, self.workspace, self.config, self.ranks)
+        return self._run(stream, inputs, kv_cache, ())
+
+    def embed(self, inputs: PassInputs, out: Tensor, following: Next | None = None) -> None:
+        """Write the embeddings of the tokens of N rows into `out` `[N, hidden]`, and the RoPE angles of their positions
+        into the workspace. With `following`, prepare the stream's first norm."""
+        ws, rows = self.workspace, inputs.input_ids.shape[0]
+        tables = [self.weights.embedding, *self.rotary, None if following is None else following.norm_weight]
         angles = [ws.cos[:, :rows], ws.sin[:, :rows]]
         prepared = [] if following is None else [following.x, following.squares]
+        multiplier = self.config.embedding_multiplier
 
         def write(ids: Tensor, out: Tensor) -> None:
-            embed(ids, inputs.positions, tables, out, angles, prepared, ws.dependent, c.embedding_multiplier)
+            embed(ids, inputs.positions, tables, out, angles, prepared, ws.dependent, multiplier)
 
         if self.embedding_parts is None:
-            write(inputs.input_ids, hidden)
+            write(inputs.input_ids, out)
         else:
-            self.embedding_parts.embed(inputs.input_ids, hidden, write)
+            self.embedding_parts.embed(inputs.input_ids, out, write)
+
+    def entry_buffer(self, hidden_layers: Sequence[int]) -> Tensor:
+        """Return the buffer `[max_rows, L, hidden]` into which passes write the L hidden states `hidden_layers`. The
+        final states alone, whose number is `num_layers` + 1, are read where a pass leaves them."""
+        if tuple(hidden_layers) == (self.num_layers + 1,):
+            return self.workspace.normed.unsqueeze(1)
+        room = self.workspace.entries.shape[1]
+        assert len(hidden_layers) <= room, f"hidden_layers={hidden_layers}: the workspace has room for {room}"
+        return self.workspace.entries[:, : len(hidden_layers)]
+
+    def _run(self, stream: Stream, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int]) -> HiddenStates:
+        """Run all layers and the final norm over `stream`."""
+        ws, weights, c, rows = self.workspace, self.weights, self.config, inputs.input_ids.shape[0]
+        norms = [w.input_norm if c.norms != "after" else None for w in weights.layers]
+        kept = self.entry_buffer(hidden_layers)[:rows] if hidden_layers else None
         attend = Attention.of(c, weights.dtype, inputs, ws, groups=self.kv_groups)
         nets = None if self.states is None else self.states.begin(inputs, ws.dependent)
         adapters = None if self.adapters is None else self.adapters.begin(inputs, ws.dependent)
         caches, num_nets = dict(zip(c.attention_layers, kv_cache.layers, strict=True)), 0
         for i, w in enumerate(weights.layers):
-            entries = [ws.entries[:rows, at] for at, layer in enumerate(hidden_layers) if layer == i]
+            entries = [] if kept is None else [kept[:, at] for at, layer in enumerate(hidden_layers) if layer == i]
             own = None if adapters is None else adapters.layer(i)
             if w.delta is None:
                 self._attention(stream, attend, norms[i], w, caches[i], i, entries, own)
@@ -185,7 +210,6 @@ class CudaDecoder(TorchFacts):
                 self._delta_net(stream, nets, norms[i], w, num_nets, entries)
                 num_nets += 1
             stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None, own)
-        kept = ws.entries[:rows, : len(hidden_layers)] if hidden_layers else None
         return HiddenStates(stream.normed(weights.final_norm), kept)
 
     def _attention(

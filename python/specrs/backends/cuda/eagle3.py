@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specrs.backends.cuda.decoder import Attention, check_head_dim
+from specrs.backends.cuda.head_inputs import join_normed
 from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.backends.cuda.products import product, stored, write_argmax, write_logits
 from specrs.backends.cuda.stream import stream_of
@@ -133,7 +134,7 @@ class CudaEagle3Head(Eagle3Head):
         """
         w, ws, b, rows = self.weights, self.workspace, self.buffers, inputs.input_ids.shape[0]
         layer, config = w.layer, w.config
-        eps, h = config.layer.rms_norm_eps, config.layer.hidden_size
+        eps = config.layer.rms_norm_eps
         token, both, residual, normed = b.token[:rows], b.both[:rows], ws.hidden[:rows], ws.normed[:rows]
         angles = [ws.cos[:, :rows], ws.sin[:, :rows]]
         tables = [w.embedding, w.rotary.view(1, -1), None, None]
@@ -145,11 +146,8 @@ class CudaEagle3Head(Eagle3Head):
             write(inputs.input_ids, token)
         else:
             self.embedding_parts.embed(inputs.input_ids, token, write)
-        rms_norm(hidden, None, w.hidden_norm, normed, eps, False)
-        both[:, h:].copy_(normed)
+        join_normed((token, layer.input_norm), (hidden, w.hidden_norm), eps, normed, both)
         residual.copy_(normed if config.norm_before_residual else hidden)
-        rms_norm(token, None, layer.input_norm, normed, eps, False)
-        both[:, :h].copy_(normed)
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         product(ws, "qkv", both, layer.qkv, qkv)
         attend = Attention.of(config.layer, w.dtype, inputs, ws, k_start)

@@ -10,8 +10,9 @@ import torch
 
 from specrs.backends.cuda.adapters import slots_bytes
 from specrs.backends.cuda.device import CUDA_DTYPES
-from specrs.backends.model_source import draft_ranks, draft_source, drafts_by_model
+from specrs.backends.model_source import draft_ranks, draft_source, drafts_by_model, drafts_by_own_head
 from specrs.config import EngineConfig
+from specrs.drafters.mtp.reader import head_config, mtp_shapes
 from specrs.errors import InvalidConfigError, invalid
 from specrs.models.checkpoint import resolve_folder
 from specrs.models.config import ModelConfig
@@ -45,11 +46,12 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
     sizes, draft, speculative = {}, draft_source(config), config.speculative_config
     sources = [("model", config.target, config.revision, config.quantization)]
     parts = {"model": ranks, "speculative_config.model": draft_ranks(config, ranks)}
-    if draft is not None and not drafts_by_model(config):
+    has_own_head = draft is not None and drafts_by_own_head(config)
+    if draft is not None and not drafts_by_model(config) and not has_own_head:
         with about(*OF_DRAFT):
             files = resolve_folder(*draft).glob("*.safetensors")
         sizes["speculative_config.model"] = sum(file.stat().st_size for file in files)
-    elif draft is not None:
+    elif draft is not None and not has_own_head:
         assert speculative is not None
         sources.append(("speculative_config.model", *draft, speculative.quantization))
     dtype: np.dtype[Any] | None = None
@@ -62,6 +64,8 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize
         for name, bits in _quantized_bits(source, revision, model, quantization, config.load_format).items():
             sizes[field] -= math.prod(shapes[name]) * (8 * dtype.itemsize - bits) // 8
+        if field == "model" and has_own_head:
+            sizes["its MTP head"] = sum(map(math.prod, mtp_shapes(head_config(model)).values())) * dtype.itemsize
         if field == "model" and config.enable_lora:
             itemsize, loras = dtype.itemsize, config.max_loras
             sizes[f"max_loras={loras} adapters"] = slots_bytes(model, loras, config.max_lora_rank, itemsize)

@@ -1,4 +1,4 @@
-"""Hidden states of the target that an EAGLE-3 head will read, kept per row, and the start of its KV. Runs no model.
+"""Hidden states of the target that a head will read, kept per row, and the start of its KV. Runs no model.
 
 For a row with n tokens these ranges hold. The scheduler (`rust/core/src/scheduler/hidden.rs`) tracks the same ones:
 
@@ -28,7 +28,7 @@ Views = Mapping[str, Tensor]
 
 
 class HiddenInputs(NamedTuple):
-    """Further inputs of an EAGLE-3 head's pass, for N rows of B sequences: the target's hidden states."""
+    """Further inputs of a head's pass, for N rows of B sequences: the target's hidden states."""
 
     states: Tensor
     """[N, L, the target's hidden size]"""

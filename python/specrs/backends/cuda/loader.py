@@ -1,4 +1,4 @@
-"""Loader of models and EAGLE-3 heads onto a GPU. Does not check memory: see `fit`."""
+"""Loader of models and heads onto a GPU. Does not check memory: see `fit`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from specrs.backends.model_source import ModelSource
 from specrs.drafters.eagle3.head import Eagle3Head
 from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.eagle3.torch_loader import load_torch_head
+from specrs.drafters.mtp.head import MtpHead
+from specrs.drafters.mtp.reader import MtpFiles
+from specrs.drafters.mtp.torch_loader import load_torch_mtp
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.kernels.linear import Weight, dense_weight
 from specrs.kernels.quantized_weight import QuantizedWeight, fuse
@@ -61,10 +64,12 @@ def load(source: ModelSource, device: str, ranks: Ranks | None) -> TorchDecoder:
     return made
 
 
-def load_head(files: HeadFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head:
-    """Load an EAGLE-3 head for `target`, or this rank's part of it. Raises CheckpointError for tensors that are
+def load_head(files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head | MtpHead:
+    """Load an EAGLE-3 or MTP head for `target`, or this rank's part of it. Raises CheckpointError for tensors that are
     missing, unknown or misshapen."""
     assert isinstance(target, TorchDecoder)
+    if isinstance(files, MtpFiles):
+        return load_torch_mtp(files, target, target.cache_dtype, ranks)
     return load_torch_head(files, target, target.cache_dtype, ranks)
 
 

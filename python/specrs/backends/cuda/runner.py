@@ -87,7 +87,7 @@ class CudaRunner:
     - the draft model's catch-up chunks
     - one decode iteration: drafts, verification, sampling
     - the copy of the results to the host
-    - an EAGLE-3 head's pass over the prompt chunks
+    - a head's pass over the prompt chunks
 
     If the buckets have a graph for it, prompt chunks are rows of the verification pass and get no pass of their own.
     """

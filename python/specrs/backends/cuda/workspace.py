@@ -334,6 +334,21 @@ class Workspace:
             fuses_draft=True,
         )
 
+    def with_product(self, name: str, shape: LinearShape) -> Workspace:
+        """Return the workspace with the tiling of one more product, `name`, and with scratch for it."""
+        configs, partials, counters = dict(self.configs), self.partials.numel(), self.counters.numel()
+        for m in {block_m(rows) for rows in (1, 17, MAX_ROWS)}:
+            cut = linear_config(shape, m, self.limits)
+            configs[name, shape.coding, m] = cut.as_list()
+            sizes = scratch_sizes(cut, m, n=shape.n, sides=shape.sides)
+            partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
+        return dataclasses.replace(
+            self,
+            partials=self.partials.new_zeros(partials),
+            counters=self.counters.new_zeros(counters),
+            configs=configs,
+        )
+
     def rounding_rows(self, shapes: Mapping[str, Sequence[LinearShape]], *, few: bool) -> Workspace:
         """Return the workspace with buffers for products of FP8 weights in `shapes` with rows rounded to FP8. `few`:
         rows are rounded in products of few rows, too."""

@@ -1,4 +1,4 @@
-"""Passes of an EAGLE-3 head on a GPU. The head reads hidden states of the target."""
+"""Passes of a head on a GPU, EAGLE-3 or MTP. The head reads hidden states of the target."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.draft_passes import HiddenSource, Reduced, Room
 from specrs.backends.cuda.eagle3 import CudaEagle3Head
 from specrs.backends.cuda.hidden_rows import HiddenInputs, HiddenRows
+from specrs.backends.cuda.mtp import CudaMtpHead
 from specrs.drafters.eagle3.head import Eagle3Head
 from specrs.drafters.hidden_state import LoadedHead
+from specrs.drafters.mtp.head import MtpHead
 from specrs.kernels.cuda.attention_config import ANY_LENGTH
 from specrs.kernels.cuda.hidden_states import gather_states
 from specrs.models.inputs import PassInputs
@@ -23,12 +25,12 @@ from specrs.models.torch_arrays import TORCH_DTYPES
 
 @dataclass(slots=True, kw_only=True)
 class HeadPasses:
-    """Passes of an EAGLE-3 head. `DraftPasses` documents the members.
+    """Passes of an EAGLE-3 or MTP head. `DraftPasses` documents the members.
 
     Pass 1 reads hidden states of the target. Pass i reads the states that pass i - 1 has written.
     """
 
-    model: CudaEagle3Head
+    model: CudaEagle3Head | CudaMtpHead
     kv_cache: KVCache
     sizes: DraftSizes
     reduced: Reduced | None
@@ -39,11 +41,16 @@ class HeadPasses:
     @classmethod
     def make(cls, drafter: LoadedHead, room: Room) -> HeadPasses:
         """Return the passes of `drafter`."""
-        limits, own = room.limits, cast("Eagle3Head", drafter.model)
-        model = CudaEagle3Head(own.weights, max_rows=room.max_rows, max_seqs=limits.max_num_seqs, ranks=own.ranks)
-        layers, size = own.aux_layer_ids, own.weights.config.target_hidden_size
+        limits, own = room.limits, cast("Eagle3Head | MtpHead", drafter.model)
+        rows, seqs = room.max_rows, limits.max_num_seqs
+        model: CudaEagle3Head | CudaMtpHead
+        if isinstance(own, MtpHead):
+            model = CudaMtpHead(own, max_rows=rows, max_seqs=seqs)
+        else:
+            model = CudaEagle3Head(own.weights, max_rows=rows, max_seqs=seqs, ranks=own.ranks)
+        layers, size = own.aux_layer_ids, own.target_hidden_size
         kept = HiddenRows.allocate(
-            limits.max_num_seqs,
+            seqs,
             room.width,
             len(layers),
             size,
@@ -63,7 +70,7 @@ class HeadPasses:
                 num_ids=0 if reduced is None else own.vocab_size,
             ),
             reduced=reduced,
-            hidden=HiddenSource(kept, layers, cast("CudaDecoder", room.target).workspace.entries),
+            hidden=HiddenSource(kept, layers, cast("CudaDecoder", room.target).entry_buffer(layers)),
         )
 
     def known(self, ids: Tensor, out: Tensor) -> Tensor:
