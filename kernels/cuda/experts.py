@@ -85,11 +85,22 @@ def sort_pairs_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_pairs_kernel(  # type: ignore[no-untyped-def]
-    x, ids, shares, out, WIDTH: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    x,
+    ids,
+    shares,
+    rows,
+    gate,
+    shared,
+    out,
+    WIDTH: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + lane
     acc = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(EACH):
         pair = row * EACH + j
@@ -97,6 +108,19 @@ def add_pairs_kernel(  # type: ignore[no-untyped-def]
         there = column < tl.where(tl.load(ids + pair) >= 0, WIDTH, 0)
         part = tl.load(x + pair * WIDTH + column, mask=there, other=0).to(tl.float32)
         acc += tl.where(there, part * tl.load(shares + pair), 0.0)
+    if shared is not None:
+        # Every program of a row computes the row's gate, in the same order of sums.
+        width = tl.where(tl.load(ids + row * EACH) >= 0, WIDTH, 0)
+        products = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, WIDTH, BLOCK):
+            h = tl.load(rows + row * WIDTH + first + lane, mask=first + lane < width, other=0).to(tl.float32)
+            g = tl.load(gate + first + lane, mask=first + lane < width, other=0).to(tl.float32)
+            products += h * g
+        z = tl.sum(products, 0)
+        # No exponential overflows.
+        e = tl.exp(-tl.abs(z))
+        part = tl.load(shared + row * WIDTH + column, mask=column < width, other=0).to(tl.float32)
+        acc += part * (tl.where(z >= 0, 1.0, e) / (1 + e))
     tl.store(out + row * WIDTH + column, acc.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
@@ -177,29 +201,38 @@ def _check_sort(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
 
 
 @torch.library.custom_op("specrs::add_pairs", mutates_args=("out",))
-def add_pairs(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor, dependent: bool) -> None:
-    """Add up the experts' outputs for each row, weighted by share, in the order of its pairs. Writes the sums into
-    `out` `[N, hidden]`.
+def add_pairs(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out: Tensor, dependent: bool) -> None:
+    """Add up the experts' outputs for each row, weighted by share, in the order of its pairs, then that of a shared
+    expert. Writes the sums into `out` `[N, hidden]`.
 
     Args:
         x: `[N * k, hidden]` contiguous, the output for each pair. Rows of pairs without an expert are not read.
         ids: `[N, k]` int32, from `route`.
         shares: `[N, k]` fp32, from `route`.
+        shared: empty without a shared expert; otherwise its input `[N, hidden]`, the weight `[hidden]` of its gate, and
+            its output `[N, hidden]`, all contiguous and of x's dtype. The output counts `sigmoid(input . gate)` times.
+            A row without experts has no shared expert.
         out: contiguous, of x's dtype. Sums are fp32 and rounded once.
         dependent: launch dependently (see `_dependent_launch`).
     """
-    _check_add(x, ids, shares, out)
+    _check_add(x, ids, shares, shared, out)
     (rows, width), each = out.shape, ids.shape[1]
     grid = (rows, triton.cdiv(width, _BLOCK))
-    add_pairs_kernel[grid](x, ids, shares, out, WIDTH=width, EACH=each, BLOCK=_BLOCK, **options(dependent))
+    operands = shared or (None, None, None)
+    add_pairs_kernel[grid](x, ids, shares, *operands, out, WIDTH=width, EACH=each, BLOCK=_BLOCK, **options(dependent))
 
 
 @add_pairs.register_fake
-def _(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor, dependent: bool) -> None:
-    _check_add(x, ids, shares, out)
+def _(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out: Tensor, dependent: bool) -> None:
+    _check_add(x, ids, shares, shared, out)
 
 
-def _check_add(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor) -> None:
+def _check_add(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out: Tensor) -> None:
+    if shared:
+        rows, gate, made = shared
+        assert rows.shape == made.shape == out.shape
+        assert gate.shape == out.shape[1:]
+        assert all(tensor.dtype == out.dtype and tensor.is_contiguous() for tensor in shared)
     assert x.shape == (ids.numel(), out.shape[1])
     assert ids.shape == shares.shape == (out.shape[0], ids.shape[1])
     assert x.dtype == out.dtype
@@ -225,10 +258,14 @@ def sort_pairs_reference(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
     starts[-1] = end
 
 
-def add_pairs_reference(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor) -> None:
+def add_pairs_reference(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out: Tensor) -> None:
     """Do what `add_pairs` does, in plain torch in float64, rounded once."""
     parts = x.double().view(*ids.shape, -1) * shares.double().unsqueeze(2)
-    out.copy_(torch.where((ids >= 0).unsqueeze(2), parts, 0).sum(1))
+    added = torch.where((ids >= 0).unsqueeze(2), parts, 0).sum(1)
+    if shared:
+        rows, gate, made = (tensor.double() for tensor in shared)
+        added += torch.where(ids[:, :1] >= 0, (rows @ gate).sigmoid()[:, None] * made, 0)
+    out.copy_(added)
 
 
 VARIANTS = (
@@ -242,12 +279,12 @@ VARIANTS = (
                 "EACH": each,
                 "NORMALIZE": True,
                 "BLOCK": experts,
-                "BLOCK_EACH": each,
+                "BLOCK_EACH": triton.next_power_of_2(each),
                 "DEPENDENT": False,
             },
             num_warps=1,
         )
-        for experts, each in ((128, 8), (8, 2))
+        for experts, each in ((128, 8), (8, 2), (512, 10))
     ),
     Variant(
         "sort_pairs",
@@ -255,10 +292,14 @@ VARIANTS = (
         {"ids": "*i32", "pairs": "*i32", "starts": "*i32", "count": "i32"},
         {"EXPERTS": 128, "BLOCK": _BLOCK, "DEPENDENT": False},
     ),
-    Variant(
-        "add_pairs_bf16",
-        add_pairs_kernel,
-        {"x": "*bf16", "ids": "*i32", "shares": "*fp32", "out": "*bf16"},
-        {"WIDTH": 2048, "EACH": 8, "BLOCK": _BLOCK, "DEPENDENT": False},
+    *(
+        Variant(
+            name,
+            add_pairs_kernel,
+            {"x": "*bf16", "ids": "*i32", "shares": "*fp32", "out": "*bf16"} | dict.fromkeys(present, "*bf16"),
+            {"WIDTH": 2048, "EACH": 8, "BLOCK": _BLOCK, "DEPENDENT": False}
+            | dict.fromkeys({"rows", "gate", "shared"} - {*present}),
+        )
+        for name, present in (("add_pairs_bf16", ()), ("add_pairs_bf16_shared", ("rows", "gate", "shared")))
     ),
 )

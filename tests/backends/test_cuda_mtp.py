@@ -129,6 +129,28 @@ def test_drafts_and_counts_are_the_scripts(folder: Path, size: int | None) -> No
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_a_head_with_experts(family: str, tmp_path: Path) -> None:
+    """Check a target whose layers have a shared expert and others, and its head, which has them too: the drafts are
+    those of transformers' `MtpModel`, and the text is that of the CPU without drafts, greedy and sampled."""
+    experts = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+    path = add_head(make_checkpoint(tmp_path / "t", family, seed=1, layer_types=KINDS, **SHAPE, **NET, **experts))
+    target = load(path, torch.float32)
+    fit(path, target, [prompt + continued(target, prompt, 12) for prompt in PROMPTS], steps=16)
+    statistics, rounds = Statistics(), list[Round]()
+    engine = engine_of(path, K, max_steps_in_flight=1)
+    engine.watch = rounds_of(engine, rounds)
+    (request,) = generate(engine, [GREEDY], 12, PROMPTS[2:])
+    said = speculate(target, Script(target), PROMPTS[2], 12, K, [], statistics)
+    assert request.output_token_ids == said.tokens
+    assert rounds == said.rounds
+    assert 0 < engine.stats().accepted_tokens < engine.stats().draft_tokens
+    params = [SAMPLED, GREEDY, SAMPLED]
+    expected = texts(generate(engine_of(path, 0, gpu=False), params, 6, PROMPTS))
+    mine = engine_of(path, K, rule="coupled", num_gpu_blocks_override=8, num_reserved_decode_tokens=0)
+    assert texts(generate(mine, params, 6, PROMPTS)) == expected
+
+
 def test_same_tokens_as_on_a_cpu(folder: Path) -> None:
     """Check that both runners accept the same drafts by the rule `rejection`."""
     mine, theirs = (engine_of(folder / "fitted", K, gpu=gpu) for gpu in (True, False))

@@ -301,7 +301,10 @@ EXPERTS = {
     "int4 at load": Coding("int4", 64),
     "int8 at load": Coding("int8", 64),
     "mxfp4": Coding("mxfp4", 32),
+    "fp8 blocks, shared": Coding("fp8", 32, outputs=32),
+    "int4, shared at load": Coding("int4", 64),
 }
+"""Coding of experts by the name of a checkpoint. In the last ones a further expert is shared by all rows."""
 
 
 def expert_files(folder: Path, name: str) -> tuple[Path, Path, str | None]:
@@ -316,11 +319,15 @@ def expert_files(folder: Path, name: str) -> tuple[Path, Path, str | None]:
         }
         return mxfp4(numbers, folder / "oss-mxfp4", config), numbers, None
     source, path = folder / f"{name}-experts", folder / f"{name}-experts-coded"
-    make_checkpoint(source, "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83, moe_intermediate_size=64)
+    sizes: dict[str, Any] = {"hidden": 64, "head_dim": 32, "layers": 1, "vocab": 83, "moe_intermediate_size": 64}
+    if "shared" in name:
+        sizes |= {"layer_types": ["full_attention"], "shared_expert_intermediate_size": 96}
+    make_checkpoint(source, "qwen3_5_moe_text" if "shared" in name else "qwen3_moe", **sizes)
     if name.endswith("at load"):
-        return source, source, name.split()[0]
-    if name == "fp8 blocks":
-        fp8_block(source, path, block=(32, 32), modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"])
+        return source, source, name.split()[0].rstrip(",")
+    if name.startswith("fp8 blocks"):
+        gates = [f"model.layers.0.mlp.{gate}" for gate in ("gate", "shared_expert_gate")]
+        fp8_block(source, path, block=(32, 32), modules_to_not_convert=["lm_head", *gates])
     else:
         compressed(source, path, "float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
     return path, path.with_name(path.name + ".numbers"), None
@@ -346,6 +353,12 @@ def test_experts_of_codes(folder: Path, name: str) -> None:
         held = [view.codes.data_ptr() for view in views if isinstance(view, QuantizedWeight)]
         each = len(found.codes) // len(views)
         assert held == [found.codes[i * each :].data_ptr() for i in range(len(views))], "held once"
+    shared = layer.experts.shared
+    assert (shared is not None) == ("shared" in name)
+    if shared is not None:
+        assert isinstance(shared.gate_up, QuantizedWeight)
+        assert isinstance(shared.down, QuantizedWeight)
+        assert isinstance(shared.gate, DenseWeight)
     made = CudaDecoder.allocate(weights, max_rows=16, max_seqs=4)
 
     def run(feeder: Feeder) -> list[Tensor]:
@@ -377,6 +390,24 @@ def test_experts_of_codes_are_cut_for_ranks(folder: Path) -> None:
         own_gate_up, own_down = experts(Shard(rank, 2))
         assert own_gate_up.equal(gate_up.view(2 * count, 2, -1, 64)[:, rank].flatten(0, 1))
         assert own_down.equal(down.chunk(2, 1)[rank])
+
+
+def test_the_gate_of_a_shared_expert_is_dequantized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a file in which the gate of a shared expert is quantized, too. The kernel reads its numbers."""
+    path, _, at_load = expert_files(folder, "int4, shared at load")
+    config, checkpoint = open_checkpoint(path, None, "auto")
+    assert at_load is not None
+    checkpoint = IntegersAtLoad(checkpoint, at_load)
+    loader = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu"))
+    name, codes = "model.layers.0.mlp.shared_expert_gate", quantized_zeros(Coding("int8", 64), 1, 64)
+    read = loader.quantized
+    monkeypatch.setattr(loader, "quantized", lambda own: codes if own == f"{name}.weight" else read(own))
+    assert isinstance(loader.linear([name], bias=False), QuantizedWeight)
+    experts = loader.load().layers[0].experts
+    assert experts is not None
+    assert experts.shared is not None
+    assert isinstance(experts.shared.gate, DenseWeight)
+    assert experts.shared.gate.weight.equal(loader.read(f"{name}.weight"))
 
 
 def test_experts_of_several_codings_become_numbers(folder: Path) -> None:

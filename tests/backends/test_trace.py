@@ -35,7 +35,7 @@ from specrs.drafters.parallel import LoadedParallel
 from specrs.kernels.linear import DenseWeight
 from specrs.models.checkpoint import read_json
 from specrs.models.config import ModelConfig
-from specrs.models.decoder_weights import DeltaWeights, ExpertWeights, LayerWeights
+from specrs.models.decoder_weights import DeltaWeights, ExpertWeights, LayerWeights, SharedWeights
 from specrs.models.experts import Experts
 from specrs.models.loader import load_config
 from specrs.models.shards import Shard
@@ -170,7 +170,12 @@ def fake_experts(e: Experts, h: int, dtype: torch.dtype) -> TorchExperts:
     gate_up = torch.empty((e.count, 2 * e.intermediate_size, h), dtype=dtype, device=CUDA)
     down = torch.empty((e.count, h, e.intermediate_size), dtype=dtype, device=CUDA)
     router = DenseWeight(torch.empty((e.count, h), dtype=dtype, device=CUDA))
-    return ExpertWeights(router, *(tuple(map(DenseWeight, every)) for every in (gate_up, down)), (gate_up, down))
+    shared = None
+    if e.shared is not None:
+        shapes = (1, h), (2 * e.shared, h), (h, e.shared)
+        shared = SharedWeights(*(DenseWeight(torch.empty(shape, dtype=dtype, device=CUDA)) for shape in shapes))
+    split = (tuple(map(DenseWeight, every)) for every in (gate_up, down))
+    return ExpertWeights(router, *split, (gate_up, down), shared=shared)
 
 
 def fake_head(folder: Path, target: TorchDecoder) -> Eagle3Head:

@@ -37,6 +37,22 @@ def test_an_iteration_stays_on_its_device(family: str, kernels: int, tmp_path: P
     assert count_ours(watch) == 1 + (K + 1) * (kernels * LAYERS + 3) + 3
 
 
+def test_a_shared_expert_takes_two_kernels(tmp_path: Path) -> None:
+    """Check that a shared expert takes two products more than the six kernels of other experts. An MLP has two. The
+    norms before and after it are in its products, but that of a draft's input is a kernel in either case."""
+    counts = []
+    for family, fields in (("qwen3_5_text", {}), ("qwen3_5_moe_text", {"shared_expert_intermediate_size": 32})):
+        target = make_checkpoint(tmp_path / family, family, **SHAPE, **fields)  # type: ignore[arg-type]
+        with FakeTensorMode():
+            ctx = make(target, target, "rejection", "mtp")
+            sequences = sequences_of(ctx.record.views, "num_decode")
+            with torch.inference_mode(), Watch() as watch:
+                iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), LogitsMode.GREEDY), sequences)
+        counts.append(count_ours(watch))
+        assert ("specrs::add_pairs" in "".join(watch.ops)) == (family == "qwen3_5_moe_text")
+    assert counts[1] - counts[0] == LAYERS * (6 + 2 - 2 + 2) + K * (6 + 2 - 2 + 1)
+
+
 @pytest.mark.parametrize("k", [0, K])
 def test_delta_nets_take_seven_kernels(k: int, tmp_path: Path) -> None:
     """Check that a delta net has three kernels between its projections, and gated attention eight, with the splitting

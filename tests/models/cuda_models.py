@@ -12,7 +12,7 @@ from kernels.cuda.tolerance import assert_near
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models.base import HiddenStates
-from specrs.models.decoder_weights import ExpertWeights
+from specrs.models.decoder_weights import ExpertWeights, SharedWeights
 from specrs.models.delta_net import FULL, LINEAR
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -46,6 +46,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"sliding_window": 7}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 7, "tie": False}),
     "hybrid": ("qwen3_5_text", {"layer_types": [LINEAR, FULL, LINEAR], "layers": 3}),
+    "hybrid with experts": ("qwen3_5_moe_text", {}),
+    "qwen3_next": ("qwen3_next", {"layer_types": [FULL, LINEAR, FULL], "layers": 3, "mlp_only_layers": [1]}),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90
@@ -76,8 +78,12 @@ def as_on_a_gpu(model: TorchDecoder) -> TorchWeights:
             for of in (gate_up, down)
             if of[0].bias is not None
         ]
-        both = (biases[0], biases[1]) if biases else None
-        return ExpertWeights(dense(w.router, model.weights.dtype), gate_up, down, stacked, both)
+        both, shared = (biases[0], biases[1]) if biases else None, w.shared
+        if shared is not None:
+            shared = SharedWeights(
+                *(dense(one, model.weights.dtype) for one in (shared.gate, shared.gate_up, shared.down))
+            )
+        return ExpertWeights(dense(w.router, model.weights.dtype), gate_up, down, stacked, both, shared)
 
     weights = model.weights
     layers = tuple(map(layer, weights.layers))

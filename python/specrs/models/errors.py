@@ -32,13 +32,6 @@ def without_short_convolutions(config: Any, where: str) -> None:
         raise unsupported("architectures", [config.architecture], f"{where}, a model without short convolutions")
 
 
-def without_shared_experts(config: Any, where: str) -> None:
-    """Raise UnsupportedModelError if a model has an expert that every row uses. Code that cannot run such models calls
-    this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU"."""
-    if config.experts is not None and config.experts.shared is not None:
-        raise unsupported("architectures", [config.architecture], f"{where}, a model without shared experts")
-
-
 def with_equal_layers(config: Any, where: str) -> None:
     """Raise UnsupportedModelError if the layers of a model have different sizes. Code that cannot run such models calls
     this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU" or "with

@@ -21,13 +21,12 @@ YES, NO = "yes", "no"
 def row(architecture: str, family: Family) -> tuple[str, ...]:
     """Return the cells of a model family's row in the table of docs/supported.md."""
     methods = methods_of(stacked=family.experts is not None and family.experts.stacked == "alternating")
-    has_shared = family.experts is not None and family.experts.shared_intermediate_size is not None
     return (
         f"`{architecture}`",
         family.models,
         YES,
         YES,
-        NO if has_shared or family.varied_layers or family.short_conv else YES,
+        NO if family.varied_layers or family.short_conv else YES,
         ", ".join(f"`{method}`" for method in methods),
         ", ".join(f"`{name}`" for name in AT_LOAD),
         YES if architecture in READ else NO,

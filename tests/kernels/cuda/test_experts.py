@@ -75,18 +75,30 @@ def test_sort_pairs(rows: int, experts: int, each: int, seed: int) -> None:
     assert torch.equal(made[0], expected[0])
 
 
+@pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_add_pairs(dtype: torch.dtype) -> None:
-    """Check the weighted sum. Pairs without an expert hold NaN, which must not be read."""
+def test_add_pairs(dtype: torch.dtype, has_shared: bool) -> None:
+    """Check the weighted sum, and the output of a shared expert, with large gates of both signs. Pairs without an
+    expert, and shared experts of rows without any, hold NaN, which must not be read."""
     ids = choices(9, 6, 3, 1)
     x = torch.randn(27, 1100, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[ids.flatten() < 0] = torch.nan
     shares = torch.rand(9, 3)
     shares[ids < 0] = torch.nan
     out, exact = torch.full((9, 1100), torch.nan, dtype=dtype), torch.empty(9, 1100, dtype=torch.float64)
-    add_pairs(x, ids, shares, out, False)
-    add_pairs_reference(x, ids, shares, exact)
+    shared: list[Tensor] = []
+    if has_shared:
+        generator = torch.Generator().manual_seed(2)
+        shared = [torch.randn(shape, generator=generator).to(dtype) for shape in ((9, 1100), (1100,), (9, 1100))]
+        shared[0][ids[:, 0] < 0] = shared[2][ids[:, 0] < 0] = torch.nan
+        gates = (shared[0].double() @ shared[1].double())[ids[:, 0] >= 0]
+        assert gates.min() < -20 < 20 < gates.max()
+    add_pairs(x, ids, shares, shared, out, False)
+    add_pairs_reference(x, ids, shares, shared, exact)
     own = torch.where((ids >= 0)[:, :, None], x.view(9, 3, -1) * shares.to(dtype)[:, :, None], 0).sum(1)
+    if has_shared:
+        part = torch.sigmoid(shared[0] @ shared[1])[:, None] * shared[2]
+        own += torch.where(ids[:, :1] >= 0, part, 0)
     assert_near(out, exact, own)
     assert (ids < 0).any()
     assert not out[ids[:, 0] < 0].any()

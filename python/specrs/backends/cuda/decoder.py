@@ -349,6 +349,8 @@ def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
     shapes = {name: [shape] for name, shape in linear_shapes(weights.config, weights.dtype, weights.device).items()}
     attention = [layer for layer in weights.layers if layer.delta is None]
     nets = [layer for layer in weights.layers if layer.delta is not None]
+    experts = [layer.experts for layer in weights.layers if layer.experts is not None]
+    shared = [one.shared for one in experts if one.shared is not None]
     products = {
         "qkv": [layer.qkv for layer in attention],
         "o": [layer.o for layer in attention],
@@ -356,8 +358,10 @@ def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
         "net_o": [layer.o for layer in nets],
         "gate_up": [layer.gate_up for layer in weights.layers],
         "down": [layer.down for layer in weights.layers],
+        "shared_gate_up": [expert.gate_up for expert in shared],
+        "shared_down": [expert.down for expert in shared],
     }
-    for name in (name for name in products if name in shapes):
+    for name in (name for name, every in products.items() if every and name in shapes):
         kinds = {getattr(weight, "coding", None) for weight in products[name]}
         (dense,) = shapes[name]
         # Products with quantized weights leave heads to `qk_norm_rope`: with two sides they have half as many tiles.

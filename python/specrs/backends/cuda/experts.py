@@ -1,4 +1,4 @@
-"""Experts of a layer on a CUDA device: seven kernels, none of which waits for the host. Norms nothing."""
+"""Experts of a layer on a CUDA device, as kernels that do not wait for the host. Norms nothing."""
 
 from __future__ import annotations
 
@@ -69,6 +69,12 @@ class ExpertBuffers:
     """[P, intermediate], activations of each pair."""
     made: Tensor
     """[P, hidden], output of each pair."""
+    shared_gate_up: Tensor
+    """[rows, 2 * shared intermediate], gate and up of a shared expert, for many rows. 0 columns without one."""
+    shared_activated: Tensor
+    """[rows, shared intermediate], activations of a shared expert. 0 columns without one."""
+    shared_made: Tensor
+    """[rows, hidden], output of a shared expert. No rows without one."""
     configs: dict[tuple[str, Coding | None, int], list[int]]
     """Fields of the `LinearConfig` for each (product, format of its weight, number of columns of its tiles)."""
 
@@ -81,6 +87,7 @@ class ExpertBuffers:
             return None
         e, rows = c.experts, min(max_rows, CHUNK_ROWS)
         pairs, h, i = rows * e.per_token, c.hidden_size, e.intermediate_size
+        shared = e.shared or 0
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -94,6 +101,9 @@ class ExpertBuffers:
             starts=buffer(e.count + 1, dtype=i32),
             activated=buffer(pairs, i),
             made=buffer(pairs, h),
+            shared_gate_up=buffer(rows, 2 * shared),
+            shared_activated=buffer(rows, shared),
+            shared_made=buffer(rows if shared else 0, h),
             configs=_configs(c, dtype, limits, DENSE),
         )
 
@@ -104,7 +114,8 @@ class ExpertBuffers:
     @property
     def tensors(self) -> list[Tensor]:
         """Return all buffers as a list."""
-        return [self.logits, self.ids, self.shares, self.pairs, self.starts, self.activated, self.made]
+        routed = [self.logits, self.ids, self.shares, self.pairs, self.starts, self.activated, self.made]
+        return [*routed, self.shared_gate_up, self.shared_activated, self.shared_made]
 
 
 def _configs(
@@ -120,10 +131,17 @@ def _configs(
 
 
 def mixture(
-    c: ModelConfig, b: ExpertBuffers, x: Tensor, positions: Tensor, w: TorchExperts, out: Tensor, dependent: bool
+    c: ModelConfig,
+    b: ExpertBuffers,
+    x: Tensor,
+    positions: Tensor,
+    w: TorchExperts,
+    shared: list[Tensor],
+    out: Tensor,
+    dependent: bool,
 ) -> None:
     """Write the output of the experts for x `[N, hidden]` into `out` `[N, hidden]`. The buffers hold the router's
-    logits.
+    logits. `shared` is that of `add_pairs`.
 
     At most `CHUNK_ROWS` rows. Rows at position -1 use no expert, so none is read for them, and give 0.
     """
@@ -142,7 +160,7 @@ def mixture(
         weights, coding = _operands(w, name)
         own = [] if coding is None else coding_as_list(coding)
         grouped_linear(given, weights, pairs, to, flags + own, limits, b.configs[name, coding, width], dependent)
-    add_pairs(made, ids, shares, out, dependent)
+    add_pairs(made, ids, shares, shared, out, dependent)
 
 
 def _operands(w: TorchExperts, name: str) -> tuple[list[Tensor], Coding | None]:

@@ -16,10 +16,10 @@ from specrs.drafters.mtp.head import MtpHead
 from specrs.drafters.mtp.reader import MtpFiles
 from specrs.drafters.mtp.torch_loader import load_torch_mtp
 from specrs.errors import UnsupportedConfigError, invalid
-from specrs.kernels.linear import Weight, dense_weight
+from specrs.kernels.linear import DenseWeight, Weight, dense_weight
 from specrs.kernels.quantized_weight import QuantizedWeight, fuse
 from specrs.models.config import ModelConfig
-from specrs.models.decoder_weights import DecoderFacts, ExpertWeights
+from specrs.models.decoder_weights import DecoderFacts, ExpertWeights, SharedWeights
 from specrs.models.experts import Experts
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantized import quantized_weight, shard_codes
@@ -136,6 +136,14 @@ class QuantizedLoader(Loader):
             stacked_biases=biases,
             shared=self.shared_expert(block, experts),
         )
+
+    def shared_expert(self, block: str, experts: Experts) -> SharedWeights[Weight] | None:
+        """Return the expert that every row uses, of the experts whose tensor names begin with `block`: quantized if the
+        kernels read its projections, but its gate dequantized. None: there is none."""
+        shared = super().shared_expert(block, experts)
+        if shared is None or isinstance(shared.gate, DenseWeight):
+            return shared
+        return replace(shared, gate=super().linear([f"{block}shared_expert_gate"], bias=False))
 
     def _stacked_codes(self, names: list[list[str]]) -> QuantizedWeight | None:
         """Return the projections of all experts as one weight, by outputs. `names` has, for each expert, projections to

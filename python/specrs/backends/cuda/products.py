@@ -20,6 +20,7 @@ from specrs.kernels.cuda.skinny_linear import skinny_linear
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.config import ModelConfig
+from specrs.models.decoder_weights import SharedWeights
 
 
 def few_rows(ws: Workspace) -> int:
@@ -88,6 +89,21 @@ def multiplied(ws: Workspace, x: Tensor, w: Weight) -> Tensor:
 def gated(w: Weight, c: ModelConfig) -> Product:
     """Return the operand of an MLP's fused gate and up projection, with the model's activation, for few rows."""
     return dataclasses.replace(operand(w), gated=True, gelu=c.activation != "silu")
+
+
+def shared_expert(ws: Workspace, x: Tensor, w: SharedWeights[Weight], c: ModelConfig) -> list[Tensor]:
+    """Compute a shared expert for the normed rows `x` `[N, hidden]`. Return what `add_pairs` adds to the output of the
+    other experts: `x`, the weight of the expert's gate, and its output in the workspace."""
+    rows, b = x.shape[0], ws.experts
+    assert b is not None
+    activated, made = b.shared_activated[:rows], b.shared_made[:rows]
+    if rows <= few_rows(ws):
+        few_product(ws, "shared_gate_up", x, gated(w.gate_up, c), activated)
+    else:
+        wide_product(ws, "shared_gate_up", x, w.gate_up, b.shared_gate_up[:rows])
+        activation_and_mul(b.shared_gate_up[:rows], activated, c.activation != "silu", ws.dependent)
+    product(ws, "shared_down", activated, w.down, made)
+    return [x, stored(w.gate).view(-1), made]
 
 
 def gated_product(

@@ -20,6 +20,7 @@ from specrs.backends.cuda.products import (
     multiplied,
     operand,
     product,
+    shared_expert,
     write_router_logits,
 )
 from specrs.backends.cuda.workspace import MLP_ROWS, Workspace
@@ -250,7 +251,8 @@ class PlainStream:
         for first in range(0, rows, CHUNK_ROWS):
             part = slice(first, min(first + CHUNK_ROWS, rows))
             write_router_logits(x[part], w.router, b.logits[: part.stop - first], ws)
-            mixture(self.c, b, x[part], self.positions[part], w, out[part], ws.dependent)
+            shared = [] if w.shared is None else shared_expert(ws, x[part], w.shared, self.c)
+            mixture(self.c, b, x[part], self.positions[part], w, shared, out[part], ws.dependent)
 
     def following(self, norm: Tensor | None) -> Next | None:
         return None

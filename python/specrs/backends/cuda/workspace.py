@@ -80,6 +80,9 @@ def linear_shapes(
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     router = {} if config.experts is None else {"router": LinearShape(config.experts.count, config.hidden_size, dtype)}
     net, nets = config.delta, {}
+    if config.experts is not None and config.experts.shared is not None:
+        nets["shared_gate_up"] = LinearShape(config.experts.shared, config.hidden_size, dtype, gated=True)
+        nets["shared_down"] = LinearShape(config.hidden_size, config.experts.shared, dtype)
     if net is not None:
         nets["net"] = LinearShape(net.outputs, config.hidden_size, dtype)
         nets["net_o"] = LinearShape(config.hidden_size, net.inner, dtype)
