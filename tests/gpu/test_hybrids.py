@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
+from mtp_reference import add_head
 from specrs.backends.cuda.net_states import NetStates
 from specrs.models.decoder_weights import DeltaWeights
 from specrs.models.delta_net import DeltaNet
@@ -114,17 +115,26 @@ def test_bits_do_not_depend_on_drafts(device: torch.device, size: str, dtype: to
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("hybrids")
     target = make_checkpoint(folder / "target", "qwen3_5_text", seed=1, **(SHAPE | HYBRID))
-    return target, make_checkpoint(folder / "draft", "qwen3", seed=2, **SHAPE)
+    return add_head(target), make_checkpoint(folder / "draft", "qwen3", seed=2, **SHAPE)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model"])
-def test_texts(pair: tuple[Path, Path], kind: str) -> None:
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a shared expert and others in every layer, and with an MTP head."""
+    path = tmp_path_factory.mktemp("experts") / "target"
+    return add_head(make_checkpoint(path, "qwen3_5_moe_text", seed=1, **(SHAPE | HYBRID)))
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "mtp", "mtp with experts"])
+def test_texts(pair: tuple[Path, Path], with_experts: Path, kind: str) -> None:
     """Check texts with graphs, with and without drafts, eager, and torch's on the CPU. Only near-ties may differ."""
     target, draft = pair
+    if kind == "mtp with experts":
+        target, kind = with_experts, "mtp"
     speculative: dict[str, Any] = {"method": kind}
     if kind == "ngram":
         speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    else:
+    elif kind == "draft_model":
         speculative["model"] = str(draft)
     fields: dict[str, Any] = {"enable_prefix_caching": False}
     engine = build(target, speculative, **fields)
