@@ -88,6 +88,8 @@ class AttentionConfig:
         else:
             widest = ANY_LENGTH if long and head_dim <= 128 else 64
             block_n = 64 if head_dim <= 128 else 32
+            if head_dim > 256:  # more positions spill registers
+                widest, block_n = 64 if limits.shared_memory >= _WIDE_SHARED else 32, 16
         rows = max(1, min(max_q_len, widest // group))
         block_m = max(16, 1 << (rows * group - 1).bit_length())
         if block_m <= 64 and block_n == 64 and not long and limits.shared_memory >= _WIDE_SHARED:
@@ -102,7 +104,7 @@ class AttentionConfig:
             splits = further
         else:
             splits, blocks_per_split = min(splits, blocks), 1
-        wide = block_m * block_d(head_dim) >= 128 * 128 or (head_dim > 128 and block_m > 16)
+        wide = block_m * block_d(head_dim) >= 128 * 128 or (head_dim > 128 and block_m > 16) or head_dim > 256
         # Blocks of K and V on their way. The compiler takes two stages for each, because their addresses are loaded
         # too, and where warp groups multiply it keeps one more. Wider tiles have no registers for many, and each stage
         # unrolls a loop's start once more, which costs a short context more than the loop.

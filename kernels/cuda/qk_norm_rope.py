@@ -36,7 +36,10 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    ANGLES: tl.constexpr,
     WHOLE: tl.constexpr,
+    NORMS_V: tl.constexpr,
+    K_IS_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     FRACTION: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -57,13 +60,16 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     is_qk = (head < HEADS + KV_HEADS)[:, None]
     rotated = is_qk & (i < HALF)[None, :]
     place = head[:, None] * D + i[None, :]
-    source = qkv + row * qkv_stride + place
+    # Values that are keys are read where the keys are.
+    read = tl.where(head < HEADS + KV_HEADS, head, head - KV_HEADS)[:, None] * D + i[None, :] if K_IS_V else place
+    source = qkv + row * qkv_stride + read
     first = tl.load(source, mask=inside, other=0).to(tl.float32)
     second = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
     if REST > 0:
         j = 2 * HALF + tl.arange(0, BLOCK_REST)
         after = (head < HEADS + 2 * KV_HEADS)[:, None] & (j < D)[None, :]
         rest_place = head[:, None] * D + j[None, :]
+        tl.static_assert(not (K_IS_V or NORMS_V))
         rest = tl.load(qkv + row * qkv_stride + rest_place, mask=after, other=0).to(tl.float32)
     if qk_norm is not None:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
@@ -75,17 +81,18 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
             of_k = tl.sum(tl.where((head >= HEADS) & (head < HEADS + KV_HEADS), mean, 0), 0) / KV_HEADS
             mean = tl.where(head < HEADS, of_q, of_k)
         scale = tl.rsqrt(mean + eps)[:, None]
-        first = tl.where(rotated, first * scale * tl.load(qk_norm + place, mask=rotated, other=0).to(tl.float32), first)
-        norm = tl.load(qk_norm + HALF + place, mask=rotated, other=0).to(tl.float32)
-        second = tl.where(rotated, second * scale * norm, second)
+        normed = inside if NORMS_V else rotated
+        first = tl.where(normed, first * scale * tl.load(qk_norm + place, mask=normed, other=0).to(tl.float32), first)
+        norm = tl.load(qk_norm + HALF + place, mask=normed, other=0).to(tl.float32)
+        second = tl.where(normed, second * scale * norm, second)
         if REST > 0:
             norm = tl.load(qk_norm + rest_place, mask=after & is_qk, other=0).to(tl.float32)
             rest = tl.where(is_qk, rest * scale * norm, rest)
     # What becomes a code is rounded to that alone; what does not takes fewer registers the sooner it is rounded.
     ROTATED: tl.constexpr = tl.float32 if FRACTION > 0 else qkv.dtype.element_ty
     if cos is not None:
-        c = tl.load(cos + row * HALF + i, mask=i < HALF, other=0)[None, :]
-        s = tl.load(sin + row * HALF + i, mask=i < HALF, other=0)[None, :]
+        c = tl.load(cos + row * ANGLES + i, mask=i < HALF, other=0)[None, :]
+        s = tl.load(sin + row * ANGLES + i, mask=i < HALF, other=0)[None, :]
         turned = tl.where(rotated, first * c - second * s, first).to(ROTATED)
         second = tl.where(rotated, second * c + first * s, second).to(ROTATED)
     else:
@@ -130,11 +137,13 @@ def qk_norm_rope(
 
     Args:
         qkv: `[N, (heads + 2 * kv_heads) * D]`, contiguous rows of any stride: the q, k and v heads of each row. Its k
-            and v are left as they were.
-        qk_norm: `[heads + kv_heads, D]` weights of the RMSNorm of each head; `[(heads + kv_heads) * D]`: of one over
-            all q heads and one over all k heads; or None.
-        angles: cos and sin of `embed`, `[N, R / 2]` fp32, of the first R <= D features of a head; the others are not
-            rotated. []: none are.
+            and v are left as they were. With kv_heads fewer heads, there is no v: v is k before norm and rotation. With
+            q heads alone nothing is written into the cache.
+        qk_norm: `[heads + kv_heads, D]` weights of the RMSNorm of each head; `[heads + 2 * kv_heads, D]`: v heads are
+            normed, too; `[heads, D]`, if there are only q heads; `[(heads + kv_heads) * D]`: of one norm over all q
+            heads and one over all k heads; or None.
+        angles: cos and sin of `embed`, `[N, R / 2]` fp32, rows of one stride, of the first R <= D features of a head;
+            the others are not rotated. []: none are.
         slots: `[N]` int64; -1 writes nothing.
         cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of qkv's dtype or of codes (see
             `kv_codes`).
@@ -145,9 +154,13 @@ def qk_norm_rope(
     Everything is computed in fp32 and rounded once. No two rows may have the same slot.
     """
     _check(qkv, qk_norm, angles, slots, cache, num_heads)
-    kv_heads, block_size, dim = cache.shape[2:]
+    block_size, dim = cache.shape[3:]
+    kv_heads, k_is_v = _projected(qkv, cache, num_heads)
     heads, whole = num_heads + 2 * kv_heads, qk_norm is not None and qk_norm.dim() == 1
     constants = _constants(num_heads, kv_heads, dim, 2 * angles[0].shape[1] if angles else dim, whole)
+    constants |= {"ANGLES": angles[0].stride(0)} if angles else {}
+    constants["NORMS_V"] = kv_heads > 0 and qk_norm is not None and qk_norm.shape[0] == heads
+    constants["K_IS_V"] = k_is_v
     fraction = fraction_of(cache.dtype)
     qk_norm_rope_kernel[(qkv.shape[0], triton.cdiv(heads, constants["BLOCK_HEADS"]))](
         qkv,
@@ -166,6 +179,14 @@ def qk_norm_rope(
     )
 
 
+def _projected(qkv: Tensor, cache: Tensor, num_heads: int) -> tuple[int, bool]:
+    """Return the number of key heads in `qkv`, and whether values are the keys. `cache` is the layer's."""
+    kv_heads, dim = cache.shape[2], cache.shape[4]
+    projected = qkv.shape[1] // dim - num_heads
+    assert projected in (0, kv_heads, 2 * kv_heads)
+    return (kv_heads if projected else 0), projected == kv_heads
+
+
 def _constants(num_heads: int, kv_heads: int, dim: int, rotated: int, whole: bool) -> dict[str, Any]:
     """Return the kernel's constants for heads of `dim` features, the first `rotated` of them rotated. With `whole`, one
     program normalizes all heads of a row."""
@@ -175,7 +196,10 @@ def _constants(num_heads: int, kv_heads: int, dim: int, rotated: int, whole: boo
         "KV_HEADS": kv_heads,
         "HALF": rotated // 2,
         "REST": rest,
+        "ANGLES": rotated // 2,
         "WHOLE": whole,
+        "NORMS_V": False,
+        "K_IS_V": False,
         "BLOCK_HEADS": triton.next_power_of_2(num_heads + 2 * kv_heads) if whole else _BLOCK_HEADS,
         "BLOCK_HALF": triton.next_power_of_2(rotated // 2),
         "BLOCK_REST": triton.next_power_of_2(rest) if rest else 1,
@@ -204,18 +228,20 @@ def _(
 def _check(
     qkv: Tensor, qk_norm: Tensor | None, angles: list[Tensor], slots: Tensor, cache: Tensor, num_heads: int
 ) -> None:
-    rows, kv_heads, dim = qkv.shape[0], cache.shape[2], cache.shape[4]
-    assert qkv.shape[1] == (num_heads + 2 * kv_heads) * dim
+    rows, dim = qkv.shape[0], cache.shape[4]
+    kv_heads, k_is_v = _projected(qkv, cache, num_heads)
+    assert qkv.shape[1] == (num_heads + (1 if k_is_v else 2) * kv_heads) * dim
     assert qkv.stride(1) == 1
     if qk_norm is not None:
-        assert qk_norm.shape in ((num_heads + kv_heads, dim), ((num_heads + kv_heads) * dim,))
+        normed = [(num_heads + kv_heads, dim), (num_heads + 2 * kv_heads, dim), ((num_heads + kv_heads) * dim,)]
+        assert qk_norm.shape in normed
         assert qk_norm.is_contiguous()
     if angles:
         cos, sin = angles
         assert cos.shape == sin.shape == (rows, cos.shape[1])
         assert 0 < 2 * cos.shape[1] <= dim
-        assert cos.is_contiguous()
-        assert sin.is_contiguous()
+        assert cos.stride() == sin.stride()
+        assert cos.stride(1) == 1
     assert slots.shape == (rows,)
     assert cache.is_contiguous()
     assert cache.dtype == qkv.dtype or cache.dtype in FRACTIONS
@@ -232,9 +258,15 @@ def qk_norm_rope_reference(
     kv_scales: Sequence[float] = (1.0, 1.0),
 ) -> None:
     """Do what `qk_norm_rope` does, in plain torch in float64, rounded once."""
-    kv_heads, block_size, dim = cache.shape[2:]
-    heads = qkv.view(qkv.shape[0], -1, dim)
+    block_size, dim = cache.shape[3:]
+    kv_heads, k_is_v = _projected(qkv, cache, num_heads)
+    heads = qkv.reshape(qkv.shape[0], -1, dim)
     x = heads[:, : num_heads + kv_heads].double()
+    v = heads[:, -kv_heads:].double() if kv_heads else x[:, :0]
+    assert k_is_v or heads.shape[1] == num_heads + 2 * kv_heads
+    if qk_norm is not None and len(qk_norm) == num_heads + 2 * kv_heads:
+        v = v / (v.square().mean(2, keepdim=True) + eps).sqrt() * qk_norm[num_heads + kv_heads :].double()
+        qk_norm = qk_norm[: num_heads + kv_heads]
     if qk_norm is not None:
         parts = torch.split(x, [num_heads, kv_heads] if qk_norm.dim() == 1 else 1, dim=1)
         over = (1, 2)
@@ -245,11 +277,11 @@ def qk_norm_rope_reference(
         half = c.shape[2]
         first, second, rest = torch.split(x, [half, half, dim - 2 * half], dim=-1)
         x = torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
-    heads[:, :num_heads] = x[:, :num_heads].to(qkv.dtype)
+    qkv[:, : num_heads * dim] = x[:, :num_heads].flatten(1).to(qkv.dtype)
     for row, slot in enumerate(slots.tolist()):
-        if slot >= 0:
+        if slot >= 0 and kv_heads:
             block, offset = divmod(slot, block_size)
-            written = x[row, num_heads:], heads[row, num_heads + kv_heads :]
+            written = x[row, num_heads:], v[row]
             for at, (part, scale) in enumerate(zip(written, kv_scales, strict=True)):
                 codes = cache.dtype in FRACTIONS
                 cache[block, at, :, offset] = encode(part, scale, cache.dtype) if codes else part.to(cache.dtype)
@@ -264,14 +296,15 @@ def _variant(
     rotated: int | None = None,
     whole: bool = False,
     fraction: int = 0,
+    own: Mapping[str, Any] | None = None,
 ) -> Variant:
     """Return a variant to compile for 16 query and 8 KV heads. `rotated` 0: no rotation; `fraction`: fraction bits of
-    FP8 codes in the cache, 0 for a cache of `dtype`."""
+    FP8 codes in the cache, 0 for a cache of `dtype`; `own`: further constants."""
     present = {"qkv": f"*{dtype}", "slots": "*i64", "cache": f"*{dtype}", "qkv_stride": "i32", "eps": "fp32"}
     present |= {"cache": "*u8", "k_scale": "fp32", "v_scale": "fp32"} if fraction else {}
     present |= {"qk_norm": f"*{dtype}"} if normed else {}
     present |= {} if rotated == 0 else {"cos": "*fp32", "sin": "*fp32"}
-    constants = _constants(16, 8, dim, rotated or dim, whole)
+    constants = _constants(16, 8, dim, rotated or dim, whole) | dict(own or {})
     absent = {arg: None for arg in ("qk_norm", "cos", "sin", "k_scale", "v_scale") if arg not in present}
     return Variant(
         name,
@@ -293,4 +326,7 @@ VARIANTS = (
     _variant("qk_norm_rope_bf16_d128_unrotated", "bf16", 128, normed=False, rotated=0),
     _variant("qk_norm_rope_bf16_d128_normed_e4m3", "bf16", 128, normed=True, fraction=3),
     _variant("qk_norm_rope_bf16_d128_rotated96_e5m2", "bf16", 128, normed=False, rotated=96, fraction=2),
+    _variant("qk_norm_rope_bf16_d256_values", "bf16", 256, normed=True, own={"ANGLES": 256, "NORMS_V": True}),
+    _variant("qk_norm_rope_bf16_d512_keys_are_values", "bf16", 512, normed=True, own={"NORMS_V": True, "K_IS_V": True}),
+    _variant("qk_norm_rope_bf16_d512_queries", "bf16", 512, normed=True, own={"KV_HEADS": 0}),
 )

@@ -18,6 +18,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     weight,
     out,
     after,
+    scalar,
     eps,
     WIDTH: tl.constexpr,
     MULTIPLIER: tl.constexpr,
@@ -37,7 +38,10 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
             added *= tl.load(after + column, mask=inside, other=0).to(tl.float32)
         if MULTIPLIER != 1:
             added *= MULTIPLIER
-        v = (tl.load(residual + at, mask=inside, other=0).to(tl.float32) + added).to(v.dtype)
+        added += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+        if scalar is not None:
+            added *= scalar
+        v = added.to(v.dtype)
         tl.store(residual + at, v, mask=inside)
     if weight is not None:
         f = v.to(tl.float32)
@@ -56,24 +60,27 @@ def rms_norm(
     eps: float,
     dependent: bool,
     after: Tensor | None = None,
-    multiplier: float = 1.0,
+    factors: list[float] | None = None,
 ) -> None:
     """Write `norm(y) * weight` into `out`, with `norm(y) = y / sqrt(mean(y^2) + eps)`.
 
-    y is x. If `residual` is given, y is `residual + multiplier * x`, which is also written to `residual`; with
-    `after`, x is first replaced by `norm(x) * after`. Without `weight` and `out`, only the residual is written.
+    y is x. If `residual` is given, y is `residual + x`, which is also written to `residual`; with `after`, x is first
+    replaced by `norm(x) * after`. Without `weight` and `out`, only the residual is written. `factors` are a factor of
+    what is added, and, if there is a second, a factor of the sum; None: there are none.
 
     x, `residual` and `out` are `[N, hidden]` contiguous, `weight` and `after` `[hidden]`, all of one dtype. Computed
     in fp32. The sum is rounded to the dtype before it is normed, and the normed row before it is multiplied with its
     weight, as in transformers.
     """
     _check(x, residual, weight, out, after)
+    multiplier, *scalar = factors or [1.0]
     rms_norm_kernel[(x.shape[0],)](
         x,
         residual,
         weight,
         out,
         after,
+        scalar[0] if scalar else None,
         eps,
         WIDTH=x.shape[1],
         MULTIPLIER=multiplier,
@@ -92,7 +99,7 @@ def _(
     eps: float,
     dependent: bool,
     after: Tensor | None = None,
-    multiplier: float = 1.0,
+    factors: list[float] | None = None,
 ) -> None:
     _check(x, residual, weight, out, after)
 
@@ -114,6 +121,7 @@ def rms_norm_reference(
     eps: float,
     after: Tensor | None = None,
     multiplier: float = 1.0,
+    scalar: float | None = None,
 ) -> None:
     """Do what `rms_norm` does, in plain torch in float64, except for the rounding of the sum."""
 
@@ -122,15 +130,18 @@ def rms_norm_reference(
         return y * (y.square().mean(1, keepdim=True) + eps).rsqrt() * weight.double()
 
     if residual is not None:
-        residual.copy_(residual.double() + multiplier * (x.double() if after is None else norm(x, after)))
+        added = residual.double() + multiplier * (x.double() if after is None else norm(x, after))
+        residual.copy_(added if scalar is None else added * scalar)
         x = residual
     if weight is not None and out is not None:
         out.copy_(norm(x, weight))
 
 
-def _variant(name: str, dtype: str, pointers: tuple[str, ...], multiplier: float = 1.0) -> Variant:
-    present = dict.fromkeys(("x", *pointers), f"*{dtype}")
-    absent = {arg: None for arg in ("residual", "weight", "out", "after") if arg not in present}
+def _variant(
+    name: str, dtype: str, pointers: tuple[str, ...], multiplier: float = 1.0, *, scaled: bool = False
+) -> Variant:
+    present = dict.fromkeys(("x", *pointers), f"*{dtype}") | ({"scalar": "fp32"} if scaled else {})
+    absent = {arg: None for arg in ("residual", "weight", "out", "after", "scalar") if arg not in present}
     return Variant(
         name,
         rms_norm_kernel,
@@ -147,4 +158,5 @@ VARIANTS = (
     _variant("rms_norm_bf16_residual_scaled", "bf16", ("residual", "weight", "out"), 0.22),
     _variant("rms_norm_bf16_around", "bf16", ("residual", "after", "weight", "out")),
     _variant("rms_norm_bf16_after", "bf16", ("residual", "after")),
+    _variant("rms_norm_bf16_around_scalar", "bf16", ("residual", "after", "weight", "out"), scaled=True),
 )

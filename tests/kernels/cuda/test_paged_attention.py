@@ -237,7 +237,7 @@ chosen_for_32b = functools.partial(
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 6, 17])
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
 def test_verification_with_the_default_configuration(q_len: int, dim: int) -> None:
     p = Pass([span(40 - q_len, 40)], 8, 2, dim, 16, torch.float16)
     p.check(chosen(batch=1, max_q_len=q_len, num_heads=8, num_kv_heads=2, head_dim=dim, dtypes=(p.dtype, p.dtype)))

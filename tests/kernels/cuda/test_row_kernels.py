@@ -61,7 +61,7 @@ def test_embed_for_the_next_norm() -> None:
     rows=st.integers(1, 4),
     width=st.integers(1, 130),
     dtype=st.sampled_from(DTYPES),
-    added=st.sampled_from(["no", "as it is", "times", "normed", "normed, times"]),
+    added=st.sampled_from(["no", "as it is", "times", "normed", "normed, times", "normed, scaled"]),
     scale=st.sampled_from([0.0, 1e-3, 1.0, 300.0]),
     read=st.booleans(),
 )
@@ -69,17 +69,19 @@ def test_rms_norm(rows: int, width: int, dtype: torch.dtype, added: str, scale: 
     """Check norms of rows, norms after an addition, and the addition alone."""
     x, weight = random(rows, width, dtype=dtype) * scale, random(width, dtype=dtype)
     read = read or added == "no"
+    scalar = 0.3125 if "scaled" in added else None
     residual = None if added == "no" else random(rows, width, dtype=dtype, seed=1) * scale
     after = random(width, dtype=dtype, seed=2) if "normed" in added else None
     multiplier = 0.375 if "times" in added else 1.0
+    factors = None if multiplier == 1 and scalar is None else [multiplier] if scalar is None else [multiplier, scalar]
     before = None if residual is None else residual.clone()
     out = torch.full_like(x, torch.nan)
-    rms_norm(x, residual, weight if read else None, out if read else None, EPS, False, after, multiplier)
+    rms_norm(x, residual, weight if read else None, out if read else None, EPS, False, after, factors)
     normed = x if after is None else torch.nn.functional.rms_norm(x, (width,), after, EPS)
     if residual is not None and before is not None:
         exact = before.double()
-        rms_norm_reference(x, exact, None, None, EPS, after, multiplier)
-        assert_near(residual, exact, before + normed * multiplier)
+        rms_norm_reference(x, exact, None, None, EPS, after, multiplier, scalar)
+        assert_near(residual, exact, (before + normed * multiplier) * (scalar or 1.0))
     if read:
         given_rows = x if residual is None else residual
         exact = torch.empty(rows, width, dtype=torch.float64)
@@ -160,6 +162,44 @@ def test_qk_norm_rope(
             exact = exact_cache[slot // block_size, 0, :, slot % block_size]
             assert_near(k, exact, own[row, num_heads : num_heads + kv_heads])
             assert torch.equal(v, before[row].view(-1, dim)[num_heads + kv_heads :])
+
+
+@pytest.mark.parametrize("projected", ["q, k, v", "q, k", "q"])
+def test_normed_values_and_keys_that_are_values(projected: str) -> None:
+    """Check norms of values, values that are keys before norm and rotation, and queries alone, with angles in rows that
+    are wider than a half."""
+    heads, kv_heads, dim = 3, 2, 20
+    count = {"q, k, v": 2, "q, k": 1, "q": 0}[projected] * kv_heads
+    positions, slots = torch.tensor([0, 5, 2, 40000]), torch.tensor([1, -1, 6, 12])
+    qkv = random(4, (heads + count) * dim)
+    norm = random(heads + 2 * kv_heads, dim)
+    norm[heads + kv_heads :] = 1
+    norm = norm if count else norm[:heads].contiguous()
+    signed = signed_frequencies(inverse_frequencies(dim, 1e4))
+    angles = positions.float()[:, None] * signed[dim // 2 :]
+    cos_sin = [
+        torch.cat((each, torch.full((4, 3), torch.nan)), 1)[:, : dim // 2] for each in (angles.cos(), angles.sin())
+    ]
+    cache = torch.full((5, 2, kv_heads, 4, dim), torch.nan)
+    before = qkv.clone()
+    qk_norm_rope(qkv, norm, cos_sin, slots, cache, heads, [EPS, 1.0, 1.0], False)
+
+    own = before.view(4, -1, dim)
+    exact = own.double() / (own.double().square().mean(2, keepdim=True) + EPS).sqrt()
+    turned = exact[:, : heads + min(count, kv_heads)] * norm[: heads + min(count, kv_heads)].double()
+    apply_rotary_(turned, *rotary_cos_sin(positions, signed, torch.float64))
+    torch.testing.assert_close(qkv[:, : heads * dim].double(), turned[:, :heads].flatten(1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(qkv[:, heads * dim :], before[:, heads * dim :])
+    expected = torch.full_like(cache, torch.nan, dtype=torch.float64)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0 and count:
+            expected[slot // 4, 0, :, slot % 4] = turned[row, heads:]
+            expected[slot // 4, 1, :, slot % 4] = exact[row, -kv_heads:]
+    torch.testing.assert_close(cache.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    again, exact_cache = before.double(), torch.full_like(expected, torch.nan)
+    qk_norm_rope_reference(again, norm, cos_sin, slots, exact_cache, heads, EPS)
+    torch.testing.assert_close(exact_cache, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(again[:, : heads * dim], turned[:, :heads].flatten(1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("codes", FRACTIONS)
