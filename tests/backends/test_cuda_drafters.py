@@ -232,7 +232,17 @@ def poison(runner: CudaRunner, caches: bool = True) -> None:
         head = cast("HeadPasses", ctx.drafter).model
         models.append(head.workspace)
         tensors += [getattr(head.buffers, field.name) for field in _fields(head.buffers)]
-    kept = {"counters", "configs", "limits", "dependent", "rounds_rows", "fuses_draft", "scratch", "experts"}
+    kept = {
+        "counters",
+        "configs",
+        "sized_configs",
+        "limits",
+        "dependent",
+        "rounds_rows",
+        "fuses_draft",
+        "scratch",
+        "experts",
+    }
     tensors += [getattr(ws, field.name) for ws in models for field in _fields(ws) if field.name not in kept]
     if caches:
         tensors += [layer for cache in (ctx.kv_cache, ctx.drafter.kv_cache) for layer in cache.layers]  # type: ignore[union-attr]

@@ -35,7 +35,14 @@ from specrs.drafters.parallel import LoadedParallel
 from specrs.kernels.linear import DenseWeight
 from specrs.models.checkpoint import read_json
 from specrs.models.config import ModelConfig
-from specrs.models.decoder_weights import DeltaWeights, ExpertWeights, LayerWeights, SharedWeights
+from specrs.models.decoder_weights import (
+    AdditionWeights,
+    DeltaWeights,
+    ExpertWeights,
+    LayerEmbeddingWeights,
+    LayerWeights,
+    SharedWeights,
+)
 from specrs.models.experts import Experts
 from specrs.models.loader import load_config
 from specrs.models.shards import Shard
@@ -140,10 +147,40 @@ def fake_decoder(
         final_norm=empty(c.hidden_size),
         lm_head=linear(ids, c.hidden_size),
         rotary=torch.empty(c.rotary_dim, device=CUDA),
-        rotaries=tuple(torch.empty(c.head_dim, device=CUDA) for _ in c.ropes),
+        rotaries=tuple(torch.empty(c.rotary_dim_of(i), device=CUDA) for i in range(len(c.ropes))),
         cache_dtype=cache_dtype,
     )
-    return TorchDecoder(weights, ranks=ranks)
+    return TorchDecoder(with_sizes(weights) if c.varied else weights, ranks=ranks)
+
+
+def with_sizes(weights: TorchWeights) -> TorchWeights:
+    """Return the weights with layers of the sizes that the configuration gives each, and with their embeddings."""
+    c, dtype, layers, added = weights.config, weights.dtype, [], None
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=CUDA)
+
+    h, own = c.hidden_size, c.layer_embedding
+    if own is not None:
+        added = AdditionWeights(DenseWeight(empty(own.size, h)), DenseWeight(empty(h, own.size)), empty(h))
+        width = c.num_layers * own.size
+        table, norm = empty(own.vocab_size, width), empty(own.size)
+        weights = replace(weights, layer_embedding=LayerEmbeddingWeights(table, DenseWeight(empty(width, h)), norm))
+    for layer, s in zip(weights.layers, c.varied, strict=True):
+        normed = c.num_heads + (0 if s.source is not None else 2 * s.num_kv_heads)
+        layers.append(
+            replace(
+                layer,
+                qkv=DenseWeight(empty((c.num_heads + s.projected_heads) * s.head_dim, h)),
+                qk_norm=empty(normed, s.head_dim),
+                o=DenseWeight(empty(h, c.num_heads * s.head_dim)),
+                gate_up=DenseWeight(empty(2 * s.intermediate_size, h)),
+                down=DenseWeight(empty(h, s.intermediate_size)),
+                addition=added,
+                scalar=0.5,
+            )
+        )
+    return replace(weights, layers=tuple(layers))
 
 
 def fake_net(layer: TorchLayer, c: ModelConfig) -> TorchLayer:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_gemma4
 from specrs.backends.cuda import iteration
 from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.decoder import CudaDecoder
@@ -106,6 +106,20 @@ def test_groups_take_one_kernel_more_an_iteration(logits_mode: LogitsMode, rule:
         counts.append(count_ours(watch))
         assert (len(ctx.state.group_tables) > 0) == grouped
     assert counts[1] == counts[0] + 1
+
+
+@pytest.mark.parametrize(("variant", "kernels", "of_pass"), [("gemma4", 12, 7), ("gemma4, keys are values", 8, 5)])
+def test_layers_of_different_sizes(variant: str, kernels: int, of_pass: int, tmp_path: Path) -> None:
+    """Check the number of kernels per layer. Heads take a kernel of their own, as norms around blocks do. A layer's
+    embedding takes four: the addition of the MLP's output, two products and a gate. A pass has two for the embeddings
+    of all layers, and two for a cap between logits and argmax."""
+    target = make_gemma4(tmp_path, variant, **SHAPE | {"layers": 6, "global_head_dim": 128})  # type: ignore[arg-type]
+    with FakeTensorMode():
+        ctx = make(target, target, "rejection", "draft")
+        sequences = sequences_of(ctx.record.views, "num_decode")
+        with torch.inference_mode(), Watch() as watch:
+            iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), LogitsMode.GREEDY), sequences)
+    assert count_ours(watch) == 1 + (K + 1) * (kernels * 6 + of_pass) + 3
 
 
 @pytest.mark.parametrize(("coding", "capability"), [(Coding("fp8", 128, 128), 90), (Coding("fp8", 512), 89)])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import LLAMA3_ROPE, LONG_ROPE, make_checkpoint
+from checkpoints import GEMMA4, LLAMA3_ROPE, LONG_ROPE, make_checkpoint, make_gemma4
 from kernels.cuda.tolerance import assert_near
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.kernels.linear import DenseWeight, Weight
@@ -55,6 +55,11 @@ LENGTH = 90
 
 @functools.cache
 def load(folder: Path, name: str, dtype: torch.dtype) -> TorchDecoder:
+    if name in GEMMA4:
+        path = folder / name.replace(" ", "_")
+        if not path.exists():
+            make_gemma4(path, name, vocab=83)
+        return load_model(path, dtype=dtype)
     family, fields = FAMILIES[name]
     shape = {"hidden": 40, "intermediate": 56, "vocab": 83, "kv_heads": 2, "group": 2, "head_dim": 16} | fields
     path = folder / name.replace(" ", "_")
@@ -68,7 +73,13 @@ def as_on_a_gpu(model: TorchDecoder) -> TorchWeights:
 
     def layer(w: TorchLayer) -> TorchLayer:
         linears = {name: dense(getattr(w, name), model.weights.dtype) for name in ("qkv", "o", "gate_up", "down")}
-        return dataclasses.replace(w, experts=None if w.experts is None else experts(w.experts), **linears)
+        own = w.addition
+        if own is not None:
+            gate, projection = (dense(each, model.weights.dtype) for each in (own.gate, own.projection))
+            own = dataclasses.replace(own, gate=gate, projection=projection)
+        return dataclasses.replace(
+            w, experts=None if w.experts is None else experts(w.experts), addition=own, **linears
+        )
 
     def experts(w: TorchExperts) -> TorchExperts:
         gate_up, down = (tuple(dense(one, model.weights.dtype) for one in every) for every in (w.gate_up, w.down))
@@ -86,8 +97,12 @@ def as_on_a_gpu(model: TorchDecoder) -> TorchWeights:
         return ExpertWeights(dense(w.router, model.weights.dtype), gate_up, down, stacked, both, shared)
 
     weights = model.weights
-    layers = tuple(map(layer, weights.layers))
-    return dataclasses.replace(weights, layers=layers, lm_head=dense(weights.lm_head, model.weights.dtype))
+    layers, embedding = tuple(map(layer, weights.layers)), weights.layer_embedding
+    if embedding is not None:
+        embedding = dataclasses.replace(embedding, projection=dense(embedding.projection, model.weights.dtype))
+    return dataclasses.replace(
+        weights, layers=layers, lm_head=dense(weights.lm_head, model.weights.dtype), layer_embedding=embedding
+    )
 
 
 def dense(w: Weight, dtype: torch.dtype) -> DenseWeight:
@@ -141,10 +156,13 @@ def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:
     return torch.cat(run(Feeder(model, num_requests=3, block_size=8, max_len=LENGTH + 6)))
 
 
-def compare(folder: Path, name: str, run: Callable[[Feeder], list[Tensor]], *, is_draft: bool = False) -> None:
+def compare(
+    folder: Path, name: str, run: Callable[[Feeder], list[Tensor]], *, is_draft: bool = False, ulps: float = 16
+) -> None:
+    """Compare the logits of everything that `run` feeds with the CPU's in float64, as `assert_near` does."""
     decoder = load(folder, name, torch.float32)
     exact = outputs(load(folder, name, torch.float64), run)
-    assert_near(outputs(on_device(decoder, is_draft=is_draft), run), exact, outputs(decoder, run), ulps=16)
+    assert_near(outputs(on_device(decoder, is_draft=is_draft), run), exact, outputs(decoder, run), ulps=ulps)
 
 
 def span(start: int, end: int) -> list[tuple[int, int]]:

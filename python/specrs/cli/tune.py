@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from itertools import chain
 from pathlib import Path
 
 from specrs.backends.cuda.device import CUDA_DTYPES, KIND, require_packages
@@ -48,12 +49,12 @@ def run(arguments: argparse.Namespace) -> None:
 
     from specrs.backends.cpu.threads import physical_cores
     from specrs.backends.cuda.experts import expert_shapes
-    from specrs.backends.cuda.workspace import linear_shapes
+    from specrs.backends.cuda.workspace import layer_shapes
     from specrs.kernels.cuda.compile_ahead import compile_ahead
     from specrs.kernels.cuda.configs import TABLE, LinearShape
     from specrs.kernels.cuda.device import limits_of
     from specrs.kernels.cuda.tuning import DeviceTimer, compile_trial, trials, tune, write_table
-    from specrs.models.errors import with_equal_layers, without_states
+    from specrs.models.errors import without_parallel_experts, without_states
     from specrs.models.loader import load_config, resolve_dtype
     from specrs.models.torch_arrays import TORCH_DTYPES
 
@@ -63,9 +64,10 @@ def run(arguments: argparse.Namespace) -> None:
     for source in arguments.model:
         config = load_config(source, revision=arguments.revision)
         without_states(config, "on a GPU")
-        with_equal_layers(config, "on a GPU")
+        without_parallel_experts(config, "on a GPU")
         dtype = TORCH_DTYPES[resolve_dtype(arguments.dtype, config, CUDA_DTYPES)]
-        products = *linear_shapes(config, dtype, device).values(), *expert_shapes(config, dtype).values()
+        dense = chain.from_iterable(layer_shapes(config, dtype, device).values())
+        products = *dense, *expert_shapes(config, dtype).values()
         shapes |= {shape.key: shape for shape in products}
     output, work = arguments.output or TABLE, trials(shapes.values(), rows, limits)
     target = driver.active.get_current_target()

@@ -14,18 +14,20 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specrs.backends.cuda.adapters import AdapterSlots, LayerAdapters
 from specrs.backends.cuda.experts import codings_of
 from specrs.backends.cuda.net_states import NetPass, NetStates, check_net
 from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
-from specrs.backends.cuda.products import few_rows, stored, write_argmax, write_logits
+from specrs.backends.cuda.products import few_rows, product, stored, write_argmax, write_logits
 from specrs.backends.cuda.stream import Stream, stream_of
 from specrs.backends.cuda.workspace import (
     Workspace,
     fused_heads,
     fuses_draft,
-    linear_shapes,
+    layer_shapes,
+    layer_sizes,
     logits_rows,
     rotations,
 )
@@ -35,6 +37,7 @@ from specrs.kernels.cuda.attention_config import ANY_LENGTH, MAX_VERIFY_ROWS, At
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.embedding import embed
+from specrs.kernels.cuda.layer_embedding import layer_embeddings
 from specrs.kernels.cuda.linear_product import MAX_ROWS, Next
 from specrs.kernels.cuda.output_gate import apply_gates, split_gates
 from specrs.kernels.cuda.paged_attention import AttentionRows, MaskParams, paged_attention
@@ -51,7 +54,7 @@ from specrs.models.shards import check_gpu_parts
 from specrs.models.torch_weights import TorchFacts, TorchLayer, TorchWeights, has_fp8_rows, has_fp8_wide_rows
 from specrs.parallel.ranks import Ranks
 
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (64, 96, 128, 256, 512)
 """Numbers of features per head for which the kernels are compiled and tested."""
 
 
@@ -100,7 +103,8 @@ class CudaDecoder(TorchFacts):
         kernels do not serve.
         """
         c, device = weights.config, weights.device
-        check_head_dim(c.head_dim, device)
+        for sizes in layer_sizes(c):
+            check_head_dim(sizes.head_dim, device)
         embedding_parts = logits_parts = None
         if ranks is not None:
             check_gpu_parts(c, "tensor_parallel_size", ranks.size)
@@ -195,6 +199,9 @@ class CudaDecoder(TorchFacts):
         """Run all layers and the final norm over `stream`."""
         ws, weights, c, rows = self.workspace, self.weights, self.config, inputs.input_ids.shape[0]
         norms = [w.input_norm if c.norms != "after" else None for w in weights.layers]
+        added = None
+        if weights.layer_embedding is not None:
+            added = self._layer_embeddings(inputs.input_ids, ws.hidden[:rows])
         kept = self.entry_buffer(hidden_layers)[:rows] if hidden_layers else None
         attend = Attention.of(c, weights.dtype, inputs, ws, groups=self.kv_groups)
         nets = None if self.states is None else self.states.begin(inputs, ws.dependent)
@@ -209,8 +216,22 @@ class CudaDecoder(TorchFacts):
                 assert nets is not None
                 self._delta_net(stream, nets, norms[i], w, num_nets, entries)
                 num_nets += 1
-            stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None, own)
+            embedding = None if added is None else added[:, i]
+            stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None, own, embedding)
         return HiddenStates(stream.normed(weights.final_norm), kept)
+
+    def _layer_embeddings(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Return each layer's embedding of N tokens, `[N, layers, size]`, as `LayerEmbeddingWeights` describes, in the
+        workspace. `hidden` `[N, hidden]` has the tokens' scaled embeddings."""
+        ws, w, c = self.workspace, self.weights.layer_embedding, self.config
+        assert w is not None
+        assert c.layer_embedding is not None
+        made = ws.layer_embeddings[: len(hidden)]
+        flat = made.view(len(made), -1)
+        product(ws, "layer_embeddings", hidden, w.projection, flat)
+        floats = [c.hidden_size**-0.5, c.layer_embedding.size**0.5, c.rms_norm_eps]
+        layer_embeddings(input_ids, w.table, w.norm, flat, floats, ws.dependent)
+        return made
 
     def _attention(
         self,
@@ -226,7 +247,9 @@ class CudaDecoder(TorchFacts):
         """Add the output of a layer's attention to the stream. Copies the stream at the layer's input into each of
         `entries` `[N, hidden]`. `adapters` are the layer's LoRA adapters."""
         ws, c, rows = self.workspace, self.config, attend.rows
-        qkv, attended = ws.qkv[:rows], ws.attended[:rows]
+        qkv, attended = ws.qkv[:rows], ws.part(ws.attended, rows, w.o.shape[1])
+        if not c.output_gate:
+            qkv = ws.part(ws.qkv, rows, w.qkv.shape[0])
         heads = attend.heads(w, cache, index)
         projected = ws.projection(rows, w.qkv.shape[0]) if c.output_gate else qkv
         stream.normed_product("qkv", norm, w.qkv, projected, heads, adapters)
@@ -272,7 +295,7 @@ class CudaDecoder(TorchFacts):
             out = torch.empty((hidden.shape[0], self.vocab_size), dtype=torch.float32, device=hidden.device)
         rows = stored(self.weights.lm_head)
         if self.logits_parts is None:
-            write_logits(hidden, rows[: out.shape[1]], out, self.workspace)
+            write_logits(hidden, rows[: out.shape[1]], out, self.workspace, self.config.final_logit_softcapping)
         else:
             self.logits_parts.write_logits(hidden, out, lambda x, part: write_logits(x, rows, part, self.workspace))
         return out
@@ -288,7 +311,8 @@ class CudaDecoder(TorchFacts):
         """
         weight = stored(self.weights.lm_head)
         if self.logits_parts is None:
-            write_argmax(hidden, weight[:num_ids], (ids, top), self.workspace, logits)
+            cap = self.config.final_logit_softcapping
+            write_argmax(hidden, weight[:num_ids], (ids, top), self.workspace, logits, cap)
             return
         self.logits_parts.write_argmax(
             ids, top, num_ids, lambda held, best: write_argmax(hidden, weight[:held], best, self.workspace)
@@ -337,16 +361,21 @@ def check_head_dim(head_dim: int, device: torch.device) -> None:
 def _rotary(weights: TorchWeights) -> tuple[Tensor, Tensor | None]:
     """Return the frequencies and magnitudes for `CudaDecoder.rotary`."""
     c, made = weights.config, rotations(weights.config)
-    magnitudes = [rope_magnitude(scaling) for _, scaling in made]
+    magnitudes = [rope_magnitude(scaling) for (_, scaling), _ in made]
     scales = torch.tensor(magnitudes, dtype=torch.float32).to(weights.device) if set(magnitudes) != {1.0} else None
-    signed = {(c.rope_theta, c.rope_scaling): weights.rotary}
-    signed |= {rope: own for rope, own in zip(c.ropes, weights.rotaries, strict=True) if rope and own is not None}
-    return torch.stack([signed[rope] for rope in made]), scales
+    signed = {((c.rope_theta, c.rope_scaling), c.rotary_dim): weights.rotary}
+    for i, (rope, own) in enumerate(zip(c.ropes, weights.rotaries, strict=True)):
+        if rope and own is not None:
+            signed[rope, c.rotary_dim_of(i)] = own
+    widest = max(dim for _, dim in made) // 2
+    # Frequencies after the last of a half are 0. No layer reads their angles.
+    halves = [pad(signed[turn].view(2, -1), (0, widest - turn[1] // 2)) for turn in made]
+    return torch.stack([half.flatten() for half in halves]), scales
 
 
 def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
-    """Return the products of `linear_shapes`, each in every coding that a layer's weight has."""
-    shapes = {name: [shape] for name, shape in linear_shapes(weights.config, weights.dtype, weights.device).items()}
+    """Return the products of `layer_shapes`, each in every coding that a layer's weight of this size has."""
+    shapes = layer_shapes(weights.config, weights.dtype, weights.device)
     attention = [layer for layer in weights.layers if layer.delta is None]
     nets = [layer for layer in weights.layers if layer.delta is not None]
     experts = [layer.experts for layer in weights.layers if layer.experts is not None]
@@ -358,15 +387,23 @@ def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
         "net_o": [layer.o for layer in nets],
         "gate_up": [layer.gate_up for layer in weights.layers],
         "down": [layer.down for layer in weights.layers],
+        "layer_embeddings": [] if weights.layer_embedding is None else [weights.layer_embedding.projection],
+        "layer_gate": [layer.addition.gate for layer in weights.layers if layer.addition is not None],
+        "layer_projection": [layer.addition.projection for layer in weights.layers if layer.addition is not None],
         "shared_gate_up": [expert.gate_up for expert in shared],
         "shared_down": [expert.down for expert in shared],
     }
     for name in (name for name, every in products.items() if every and name in shapes):
-        kinds = {getattr(weight, "coding", None) for weight in products[name]}
-        (dense,) = shapes[name]
-        # Products with quantized weights leave heads to `qk_norm_rope`: with two sides they have half as many tiles.
-        quantized = dataclasses.replace(dense, n=dense.n * dense.sides, head_dim=0) if dense.head_dim else dense
-        shapes[name] = [dense if kind is None else dataclasses.replace(quantized, coding=kind) for kind in kinds]
+        made = []
+        for dense in shapes[name]:
+            size = dense.n * dense.sides, dense.k
+            of_size = [w for w in products[name] if len(shapes[name]) == 1 or tuple(w.shape) == size]
+            # Products with quantized weights leave heads to `qk_norm_rope`: with two sides they have half as many
+            # tiles.
+            quantized = dataclasses.replace(dense, n=dense.n * dense.sides, head_dim=0) if dense.head_dim else dense
+            kinds = {getattr(weight, "coding", None) for weight in of_size}
+            made += [dense if kind is None else dataclasses.replace(quantized, coding=kind) for kind in kinds]
+        shapes[name] = made
     return shapes
 
 
@@ -379,8 +416,8 @@ class Attention:
     ws: Workspace
     positions: Tensor
     """Positions of the pass, `[rows]` int64."""
-    angles: Mapping[Rope, list[Tensor]]
-    """cos and sin `[rows, rotary_dim / 2]` fp32 of each RoPE."""
+    angles: Mapping[tuple[Rope, int], list[Tensor]]
+    """cos and sin `[rows, rotary_dim / 2]` fp32 of each RoPE and number of features that it rotates."""
     where: Sequence[tuple[Tensor, AttentionRows]]
     """Slots of the pass, and rows of its requests, for each KV group."""
     groups: KVGroups | None
@@ -415,7 +452,9 @@ class Attention:
         rows, chunks = inputs.input_ids.shape[0], inputs.chunks
         first = rows if chunks is None else chunks.first
         k_start = inputs.k_start if k_start is None else k_start
-        angles = {rope: [ws.cos[i, :rows], ws.sin[i, :rows]] for i, rope in enumerate(rotations(c))}
+        angles = {
+            turn: [of[i, :rows, : turn[1] // 2] for of in (ws.cos, ws.sin)] for i, turn in enumerate(rotations(c))
+        }
         in_groups = [inputs.in_group(group) for group in range(1 if groups is None else len(groups.windows))]
         where = [
             (slots, AttentionRows(inputs.positions[:first], inputs.q_start, table, inputs.max_q_len, k_start))
@@ -492,11 +531,12 @@ class Attention:
         # The table's width, not the step's longest context, keeps one order of sums and few compiled kernels.
         held = rows.block_table.shape[1] * cache.shape[3]
         span = held if window is None else min(window, held)
-        heads = (c.num_heads, c.num_kv_heads, c.head_dim)
+        sizes = c.sizes_of(index)
+        heads = (c.num_heads, sizes.num_kv_heads, sizes.head_dim)
         max_q_len = max(rows.max_q_len, ANY_LENGTH) if self.any_length else rows.max_q_len
         cut = _attention_config(shape, max_q_len, *heads, (self.dtype, cache.dtype), ws.limits, span)
         mask_params = MaskParams(c.attention_scale, window, layer.sinks, layer.kv_scales)
-        scratch, width = (ws.partials, ws.stats, ws.counters), c.num_heads * c.head_dim
+        scratch, width = (ws.partials, ws.stats, ws.counters), c.num_heads * sizes.head_dim
         paged_attention(qkv[:, :width], cache, rows, out, scratch, mask_params, cut, dependent)
 
     def _group(self, index: int) -> int:
@@ -507,7 +547,7 @@ class Attention:
 
     def _angles(self, index: int) -> list[Tensor]:
         rope = self.c.rope_of(index)
-        return [] if rope is None else self.angles[rope]
+        return [] if rope is None else self.angles[rope, self.c.rotary_dim_of(index)]
 
 
 @lru_cache(maxsize=256)

@@ -17,6 +17,7 @@ from specrs.kernels.cuda.linear_product import DRAFT_ROWS, MAX_ROWS, Product
 from specrs.kernels.cuda.lm_head import ArgmaxScratch, linear_argmax
 from specrs.kernels.cuda.scaled_linear import padded_rows, scaled_linear, serves
 from specrs.kernels.cuda.skinny_linear import skinny_linear
+from specrs.kernels.cuda.softcap import softcap
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.config import ModelConfig
@@ -28,9 +29,12 @@ def few_rows(ws: Workspace) -> int:
     return DRAFT_ROWS if ws.fuses_draft else MAX_ROWS
 
 
-def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace) -> None:
-    """Write the LM head's logits of `hidden` `[L, hidden]` into `out` `[L, ids]` fp32."""
+def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace, cap: float | None = None) -> None:
+    """Write the LM head's logits of `hidden` `[L, hidden]` into `out` `[L, ids]` fp32, softcapped by `cap` unless that
+    is None."""
     _write_logits("lm_head", hidden, Product(weight), out, ws)
+    if cap is not None:
+        softcap(out, cap, ws.dependent)
 
 
 def write_router_logits(x: Tensor, router: Weight, out: Tensor, ws: Workspace) -> None:
@@ -48,24 +52,35 @@ def _write_logits(name: str, x: Tensor, product: Product, out: Tensor, ws: Works
 
 
 def write_argmax(
-    hidden: Tensor, weight: Tensor, best: tuple[Tensor, Tensor], ws: Workspace, logits: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    best: tuple[Tensor, Tensor],
+    ws: Workspace,
+    logits: Tensor | None = None,
+    cap: float | None = None,
 ) -> None:
     """Write the most probable id of each row of `hidden` into `best`: ids `[L]` int64 and their logits `[L]` fp32.
 
-    With `logits` `[L, ids]` fp32, all logits are written there too.
+    With `logits` `[L, ids]` fp32, all logits are written there too. `cap`: number by which logits are softcapped; None:
+    they are not. Capped logits may tie where logits do not, so the argmax is that of capped logits.
     """
     rows, (ids, top) = hidden.shape[0], best
-    if rows <= few_rows(ws):
+    if rows <= few_rows(ws) and cap is None:
         out = (ids, top) if logits is None else (ids, top, logits)
         scratch = ArgmaxScratch(ws.tile_top, ws.tile_id, ws.partials, ws.counters)
         linear_argmax(hidden, weight, out, scratch, ws.config("lm_head", rows), ws.dependent)
         return
-    step = ws.logits.shape[0]
+    step, wide = ws.logits.shape[0], rows > few_rows(ws)
     assert step, f"rows={rows}: the workspace was allocated for argmaxes of at most {few_rows(ws)}"
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
         kept = ws.logits[: part.stop - first, : weight.shape[0]] if logits is None else logits[part]
-        _wide_logits(hidden[part], weight, kept)
+        if wide:
+            _wide_logits(hidden[part], weight, kept)
+        else:
+            write_logits(hidden[part], weight, kept, ws)
+        if cap is not None:
+            softcap(kept, cap, ws.dependent)
         argmax(kept, ids[part], top[part], ws.scratch)
 
 
@@ -116,15 +131,16 @@ def gated_product(
         added = None if adapters is None else adapters.added("gate_up", x)
         few_product(ws, "gate_up", multiplied(ws, x, w), dataclasses.replace(gated(w, c), added=added), out)
         return
-    wide_product(ws, "gate_up", x, w, ws.gate_up[:rows])
+    gate_up = ws.part(ws.gate_up, rows, w.shape[0])
+    wide_product(ws, "gate_up", x, w, gate_up)
     if adapters is not None:
-        adapters.add_("gate_up", x, ws.gate_up[:rows])
-    activation_and_mul(ws.gate_up[:rows], out, c.activation != "silu", ws.dependent)
+        adapters.add_("gate_up", x, gate_up)
+    activation_and_mul(gate_up, out, c.activation != "silu", ws.dependent)
 
 
 def few_product(ws: Workspace, name: str, x: Tensor, product: Product, out: Tensor) -> None:
     """Write a product of up to `few_rows` rows into `out`, with one of our kernels."""
-    cut = ws.config(name, x.shape[0], product.coding)
+    cut = ws.config(name, x.shape[0], product.coding, (product.n, x.shape[1]))
     skinny_linear(x, product, out, (ws.partials, ws.counters), cut, ws.dependent)
 
 

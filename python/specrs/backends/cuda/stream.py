@@ -26,6 +26,7 @@ from specrs.backends.cuda.products import (
 from specrs.backends.cuda.workspace import MLP_ROWS, Workspace
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig
+from specrs.kernels.cuda.layer_embedding import gate_embedding
 from specrs.kernels.cuda.linear_product import Next, Product
 from specrs.kernels.cuda.rms_norm import rms_norm
 from specrs.kernels.linear import Weight
@@ -67,9 +68,16 @@ class Stream(Protocol):
         first. `norm`: weight of the norm that the next product applies to the stream. `name`: the projection, for its
         adapters."""
 
-    def add_mlp(self, w: TorchLayer, norm: Tensor | None, adapters: LayerAdapters | None = None) -> None:
-        """Add the output of the layer's MLP to the residual stream. `norm`: weight of the norm that the next product
-        applies to the stream."""
+    def add_mlp(
+        self,
+        w: TorchLayer,
+        norm: Tensor | None,
+        adapters: LayerAdapters | None = None,
+        embedding: Tensor | None = None,
+    ) -> None:
+        """Add the output of the layer's MLP to the residual stream, and end the layer: add what it makes of `embedding`
+        `[N, size]`, its own embedding of the rows' tokens, if there is one, and multiply the stream by the layer's
+        scalar. `norm`: weight of the norm that the next product applies to the stream."""
 
     def following(self, norm: Tensor | None) -> Next | None:
         """Return the buffers that a kernel must write when it adds to the residual stream, so that the next product can
@@ -138,7 +146,15 @@ class FusedStream:
         tiles = -(-self.hidden.shape[1] // LinearConfig(*cut).block_n)
         self._squares = None if following is None else following.squares[:tiles]
 
-    def add_mlp(self, w: TorchLayer, norm: Tensor | None, adapters: LayerAdapters | None = None) -> None:
+    def add_mlp(
+        self,
+        w: TorchLayer,
+        norm: Tensor | None,
+        adapters: LayerAdapters | None = None,
+        embedding: Tensor | None = None,
+    ) -> None:
+        assert embedding is None
+        assert w.scalar == 1
         activated = self.ws.activated[: self.hidden.shape[0]]
         self._normed_product("gate_up", w.post_attention_norm, w.gate_up, gated(w.gate_up, self.c), activated, adapters)
         self.add_product("down", activated, w.down, norm, adapters=adapters)
@@ -184,6 +200,8 @@ class PlainStream:
     ranks: Ranks | None = None
     _delta: Tensor | None = field(default=None, init=False)
     _after: Tensor | None = field(default=None, init=False)
+    _scalar: float | None = field(default=None, init=False)
+    """Factor on the stream with the waiting output, at the end of a layer. None: there is none."""
 
     def normed_product(
         self,
@@ -218,7 +236,20 @@ class PlainStream:
             adapters.add_(name, x, self._delta)
         self._sum(self._delta)
 
-    def add_mlp(self, w: TorchLayer, norm: Tensor | None, adapters: LayerAdapters | None = None) -> None:
+    def add_mlp(
+        self,
+        w: TorchLayer,
+        norm: Tensor | None,
+        adapters: LayerAdapters | None = None,
+        embedding: Tensor | None = None,
+    ) -> None:
+        self._add_mlp(w, adapters)
+        if embedding is not None:
+            self._add_embedding(w, embedding)
+        if self.c.layer_scalars:
+            self._scalar = w.scalar
+
+    def _add_mlp(self, w: TorchLayer, adapters: LayerAdapters | None) -> None:
         ws, rows = self.ws, self.hidden.shape[0]
         x = self._read(w.post_attention_norm if self.c.norms != "after" else None)
         self._delta, self._after = ws.delta[:rows], w.mlp_output_norm
@@ -229,13 +260,23 @@ class PlainStream:
             return
         for first in range(0, rows, MLP_ROWS):
             part = slice(first, min(first + MLP_ROWS, rows))
-            activated = ws.activated[: part.stop - first]
+            activated = ws.part(ws.activated, part.stop - first, w.down.shape[1])
             own = None if adapters is None else adapters.narrow(first, part.stop)
             gated_product(ws, x[part], w.gate_up, activated, self.c, own)
             product(ws, "down", activated, w.down, out[part])
             if own is not None:
                 own.add_("down", activated, out[part])
         self._sum(self._delta)
+
+    def _add_embedding(self, w: TorchLayer, embedding: Tensor) -> None:
+        """Add what `AdditionWeights` describes, of the layer's embedding `[N, size]` of the rows' tokens."""
+        ws, rows, own = self.ws, self.hidden.shape[0], w.addition
+        assert own is not None
+        gate = ws.layer_gate[:rows]
+        product(ws, "layer_gate", self._read(None), own.gate, gate)
+        gate_embedding(gate, embedding, self.c.activation != "silu", ws.dependent)
+        self._delta, self._after = ws.delta[:rows], own.norm
+        product(ws, "layer_projection", gate, own.projection, self._delta)
 
     def _part(self, delta: Tensor) -> Tensor:
         """Return the memory for this rank's part of a sum that is added to the residual stream."""
@@ -274,5 +315,6 @@ class PlainStream:
         if self._delta is None:
             rms_norm(self.hidden, None, norm, out, eps, dependent)
         else:
-            rms_norm(self._delta, self.hidden, norm, out, eps, dependent, self._after, multiplier)
-            self._delta = None
+            factors = [multiplier] if self._scalar is None else [multiplier, self._scalar]
+            rms_norm(self._delta, self.hidden, norm, out, eps, dependent, self._after, factors)
+            self._delta = self._scalar = None

@@ -22,6 +22,7 @@ from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.scaled_linear import PADDED_ROWS
 from specrs.models.config import ModelConfig
 from specrs.models.rope import Rope
+from specrs.models.varied_layers import LayerSizes
 
 MLP_ROWS = 2048
 """Largest number of rows that go through a wide MLP at once. Its activations are ten times as wide as the residual
@@ -40,17 +41,25 @@ _LOGITS_ROWS = 256
 rows."""
 
 
-def rotations(config: ModelConfig) -> list[Rope]:
-    """Return the distinct RoPEs of a model's layers in order; the model's main RoPE if no layer has one."""
+def rotations(config: ModelConfig) -> list[tuple[Rope, int]]:
+    """Return the distinct RoPEs of a model's layers in order, each with the number of features that it rotates; the
+    model's main RoPE if no layer has one."""
     main = (config.rope_theta, config.rope_scaling)
-    return list(dict.fromkeys(rope for rope in config.ropes if rope is not None)) or [main]
+    found = [(rope, config.rotary_dim_of(i)) for i, rope in enumerate(config.ropes) if rope is not None]
+    return list(dict.fromkeys(found)) or [(main, config.rotary_dim)]
+
+
+def layer_sizes(config: ModelConfig) -> list[LayerSizes]:
+    """Return the distinct sizes of a model's layers in order."""
+    return list(dict.fromkeys(config.varied)) or [config.plain_sizes]
 
 
 def fused_heads(config: ModelConfig, dtype: torch.dtype, limits: DeviceLimits) -> int:
     """Return the features of a head if the qkv product itself can norm, rotate and write heads, else 0. It needs a tile
-    that holds one head, a rotation of the whole head, norms of single heads, and no gates between queries."""
+    that holds one head, a rotation of the whole head, norms of single heads, no gates between queries, and layers of
+    equal sizes."""
     dim = config.head_dim
-    if config.qk_norm_whole or config.rotary_dim != dim or config.output_gate:
+    if config.varied or config.qk_norm_whole or config.rotary_dim != dim or config.output_gate:
         return 0
     if not limits.capability:
         return dim if dim >= 16 and dim & (dim - 1) == 0 else 0
@@ -100,6 +109,31 @@ def linear_shapes(
     )
 
 
+def layer_shapes(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cuda"
+) -> dict[str, list[LinearShape]]:
+    """Return the products of a pass with dense weights, by name, in each size that a layer has."""
+    plain = linear_shapes(config, dtype, device)
+    if not config.varied:
+        return {name: [shape] for name, shape in plain.items()}
+    h, heads, sizes = config.hidden_size, config.num_heads, layer_sizes(config)
+    made = {name: [shape] for name, shape in plain.items() if name in ("router", "lm_head")}
+    made |= {
+        "qkv": [LinearShape((heads + own.projected_heads) * own.head_dim, h, dtype) for own in sizes],
+        "o": [LinearShape(h, heads * own.head_dim, dtype) for own in sizes],
+        "gate_up": [LinearShape(own.intermediate_size, h, dtype, gated=True) for own in sizes],
+        "down": [LinearShape(h, own.intermediate_size, dtype) for own in sizes],
+    }
+    embedding = config.layer_embedding
+    if embedding is not None:
+        made |= {
+            "layer_embeddings": [LinearShape(config.num_layers * embedding.size, h, dtype)],
+            "layer_gate": [LinearShape(embedding.size, h, dtype)],
+            "layer_projection": [LinearShape(h, embedding.size, dtype)],
+        }
+    return {name: list(dict.fromkeys(every)) for name, every in made.items()}
+
+
 def logits_rows(max_seqs: int) -> int:
     """Return the number of rows whose logits exist at the same time when an argmax reads them, for `max_seqs`
     requests."""
@@ -130,16 +164,26 @@ def _attention_scratch(
     """Return the largest scratch sizes of attention over `max_seqs` requests and `MERGED_CHUNKS` ends of prompts, and
     over captured prompt chunks, as in `AttentionConfig.scratch_sizes`. Shorter spans have no more splits, so the
     longest is used."""
+    kinds = dict.fromkeys((own.num_kv_heads, own.head_dim) for own in layer_sizes(config))
+    found = [_scratch_of(config.num_heads, *kind, max_seqs, dtype, limits) for kind in kinds]
+    partial_out, partial_stat, counters = zip(*found, strict=True)
+    return max(partial_out), max(partial_stat), max(counters)
+
+
+def _scratch_of(
+    heads: int, num_kv_heads: int, head_dim: int, max_seqs: int, dtype: torch.dtype, limits: DeviceLimits
+) -> tuple[int, int, int]:
+    """Return `_attention_scratch` of layers with these heads."""
     choose = partial(
         AttentionConfig.choose,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_heads=heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         dtypes=(dtype, dtype),
         limits=limits,
         span=_FAR,
     )
-    needed = partial(AttentionConfig.scratch_sizes, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+    needed = partial(AttentionConfig.scratch_sizes, num_kv_heads=num_kv_heads, head_dim=head_dim)
     sizes = [(0, 0, 0)]
     for batch in range(1, max_seqs + 1):
         for rows in range(1, MAX_VERIFY_ROWS + 1):
@@ -148,9 +192,7 @@ def _attention_scratch(
     for batch in {min(seqs, max_seqs) for seqs in (*CHUNK_SEQS, MERGED_CHUNKS)}:
         for rows in range(MAX_VERIFY_ROWS + 1, MAX_CAPTURED_ROWS + 1):
             cut = choose(batch=batch, max_q_len=rows)
-            cut = cut.of_chunks(
-                rows, batch=batch, max_q_len=rows, num_kv_heads=config.num_kv_heads, limits=limits, span=_FAR
-            )
+            cut = cut.of_chunks(rows, batch=batch, max_q_len=rows, num_kv_heads=num_kv_heads, limits=limits, span=_FAR)
             sizes.append(needed(cut, batch=batch, max_q_len=rows))
     partial_out, partial_stat, counters = zip(*sizes, strict=True)
     return max(partial_out), max(partial_stat), max(counters)
@@ -177,7 +219,8 @@ class Workspace:
     """[max_rows, hidden], a block's output before it is added to the stream. Passes of few rows add it in their
     product."""
     qkv: Tensor
-    """[max_rows, (heads + 2 * kv_heads) * head_dim], queries, keys and values."""
+    """[max_rows, (heads + 2 * kv_heads) * head_dim], queries, keys and values. Of layers of different sizes, the widest
+    counts; see `part`."""
     projected: Tensor
     """Outputs of input projections that are not all queries, keys and values, flat: of attention with output gates, and
     of delta nets. Empty if a model has neither."""
@@ -185,6 +228,10 @@ class Workspace:
     """[max_rows, heads * head_dim], attention's output."""
     netted: Tensor
     """[max_rows, value_heads * value_dim], output of delta nets. 0 columns if the model has no delta nets."""
+    layer_embeddings: Tensor
+    """[max_rows, layers, size], each layer's embedding of a row's token. 0 layers if the model has none."""
+    layer_gate: Tensor
+    """[max_rows, size], gates of one layer's embedding. 0 columns if the model has none."""
     gate_up: Tensor
     """[min(max_rows, 2048), 2 * intermediate], gate and up before activation, for many rows. No rows if no layer has an
     MLP."""
@@ -207,7 +254,7 @@ class Workspace:
     tile_id: Tensor
     """int32 scratch of the LM head with an argmax: id of each tile's largest logit."""
     logits: Tensor
-    """[0, or at most 256, vocab] fp32, for an argmax over more than 64 rows."""
+    """[0, or at most 256, vocab] fp32, for an argmax over more than 64 rows, or over capped logits."""
     scratch: SamplingScratch
     """Scratch of an argmax over `logits`."""
     numbers: Tensor
@@ -221,6 +268,9 @@ class Workspace:
     """True if products of few rows have rows rounded to FP8. False: none have, or only those of many rows."""
     configs: Mapping[tuple[str, Coding | None, int], list[int]]
     """Fields of the `LinearConfig` for each (product, format of its weight, number of columns of its tiles)."""
+    sized_configs: Mapping[tuple[str, Coding | None, int, int, int], list[int]]
+    """Fields of the `LinearConfig` for each (product, format of its weight, number of columns of its tiles, outputs,
+    inputs), for products that have several sizes."""
     experts: ExpertBuffers | None
     """Buffers of experts. None: no layer has experts."""
     limits: DeviceLimits
@@ -246,17 +296,20 @@ class Workspace:
         of at most 17 rows for each of `max_seqs` requests.
 
         `dependent=None` launches kernels dependently if the device can: compute capability 9.0 or more. `shapes` are
-        the products and the codings of their weights; None: those of `linear_shapes`.
+        the products and the codings of their weights; None: those of `layer_shapes`.
         """
         device = torch.device(device)
         limits = limits_of(device)
-        shapes = {n: [s] for n, s in linear_shapes(config, dtype, device).items()} if shapes is None else shapes
+        shapes = layer_shapes(config, dtype, device) if shapes is None else shapes
         widths = sorted({block_m(rows) for rows in (1, 17, MAX_ROWS)})
-        of = {name: every[0] for name, every in shapes.items()}
-        configs = {}
+        configs: dict[tuple[str, Coding | None, int], LinearConfig] = {}
+        sized: dict[tuple[str, Coding | None, int, int, int], list[int]] = {}
         partials, stats, counters = _attention_scratch(config, max_seqs, dtype, limits)
         for name, shape, m in ((n, s, m) for n, every in shapes.items() for s in every for m in widths):
-            cut = configs[name, shape.coding, m] = linear_config(shape, m, limits)
+            cut = linear_config(shape, m, limits)
+            configs.setdefault((name, shape.coding, m), cut)
+            if config.varied:
+                sized[name, shape.coding, m, shape.n, shape.k] = cut.as_list()
             sizes = scratch_sizes(cut, m, n=shape.n, sides=shape.sides)
             partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
         tiles = max(-(-config.vocab_size // configs["lm_head", None, m].block_n) for m in widths)
@@ -267,13 +320,16 @@ class Workspace:
         numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > QUANTIZED_ROWS else 0
         many = logits_rows(max_seqs)
         room = max_rows + PADDED_ROWS - 1  # rows of an operand that is rounded to FP8, with padding
-        many = many if many > MAX_ROWS else 0
+        many = many if many > MAX_ROWS or config.final_logit_softcapping is not None else 0
+        layers, kinds = config.layer_embedding, layer_sizes(config)
+        size, intermediate = 0 if layers is None else layers.size, max(own.intermediate_size for own in kinds)
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         f32, i32 = torch.float32, torch.int32
-        angles = (len(rotations(config)), max_rows, config.rotary_dim // 2)
+        turns = rotations(config)
+        angles = (len(turns), max_rows, max(dim for _, dim in turns) // 2)
         has_mlp = config.experts is None or not all(config.experts.layers)
         mlp_rows = min(max_rows, MLP_ROWS) + room - max_rows if has_mlp else 0
         return cls(
@@ -282,12 +338,14 @@ class Workspace:
             squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
             normed=buffer(max_rows, config.hidden_size),
             delta=buffer(room, config.hidden_size),
-            qkv=buffer(room, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
+            qkv=buffer(room, max((config.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in kinds)),
             projected=buffer(room * _projected_width(config)),
-            attended=buffer(max_rows, of["o"].k),
+            attended=buffer(max_rows, max(shape.k for shape in shapes["o"])),
             netted=buffer(max_rows, 0 if config.delta is None else config.delta.inner),
-            gate_up=buffer(mlp_rows, 2 * config.intermediate_size),
-            activated=buffer(mlp_rows, config.intermediate_size),
+            layer_embeddings=buffer(room, config.num_layers if size else 0, size),
+            layer_gate=buffer(room, size),
+            gate_up=buffer(mlp_rows, 2 * intermediate),
+            activated=buffer(mlp_rows, intermediate),
             entries=buffer(max_rows, num_hidden_layers, config.hidden_size),
             cos=buffer(*angles, dtype=f32),
             sin=buffer(*angles, dtype=f32),
@@ -303,6 +361,7 @@ class Workspace:
             row_scales=buffer(0, dtype=f32),
             rounds_rows=False,
             configs={key: c.as_list() for key, c in configs.items()},
+            sized_configs=sized,
             experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits),
             limits=limits,
             dependent=limits.capability >= 90 if dependent is None else dependent,
@@ -368,6 +427,11 @@ class Workspace:
         """Return `[rows, width]` of `projected`, contiguous, for an input projection with `width` outputs."""
         return self.projected[: rows * width].view(rows, width)
 
+    @staticmethod
+    def part(buffer: Tensor, rows: int, width: int) -> Tensor:
+        """Return the beginning of a buffer as `[rows, width]`, contiguous, for a layer that is not the widest."""
+        return buffer.view(-1)[: rows * width].view(rows, width)
+
     @property
     def num_bytes(self) -> int:
         """Number of bytes of all buffers."""
@@ -376,6 +440,8 @@ class Workspace:
             buffers += self.experts.tensors
         return self.scratch.num_bytes + sum(buffer.nbytes for buffer in buffers if isinstance(buffer, Tensor))
 
-    def config(self, name: str, rows: int, coding: Coding | None = None) -> list[int]:
-        """Return the tiling of the product `name` of `rows` rows with a weight of `coding`."""
-        return self.configs[name, coding, block_m(rows)]
+    def config(self, name: str, rows: int, coding: Coding | None = None, sizes: tuple[int, int] = (0, 0)) -> list[int]:
+        """Return the tiling of the product `name` of `rows` rows with a weight of `coding`. `sizes`: its outputs and
+        inputs, if layers differ in them."""
+        m = block_m(rows)
+        return self.sized_configs.get((name, coding, m, *sizes)) or self.configs[name, coding, m]

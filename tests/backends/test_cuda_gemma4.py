@@ -1,0 +1,187 @@
+"""The CUDA pass of Gemma 4, with interpreted kernels: logits, and the texts of whole engines."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_gemma4, perturb_checkpoint
+from engine.harness import poison
+from hypothesis import given
+from hypothesis import strategies as st
+from models.cuda_models import LENGTH, compare, load, on_device, span
+from models.harness import Feeder
+from specrs.backends.cuda.device import CUDA_DTYPES
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.model_source import ModelSource
+from specrs.config import EngineConfig
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.weights import load_weights
+from specrs.errors import UnsupportedModelError
+from specrs.sampling import SamplingParams
+from specrs.speculative_config import SpeculativeConfig
+from sweep import sweep
+from torch import Tensor
+
+from backends.cuda_engines import SMALL, generate, give_graphs, serve_by_cuda
+
+VARIANTS = ("gemma4", "gemma4, keys are values", "gemma4, all of it")
+VOCAB, K = 61, 3
+GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+_random = random.Random(3)
+# Repeated parts, whose continuations n-grams guess; longer than the window of 8.
+PROMPTS = [[_random.randrange(1, VOCAB) for _ in range(length)] * 3 for length in (1, 3, 5)]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gemma4")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_prompts_and_verification(folder: Path, name: str) -> None:
+    """Check prompts: more than 64 rows at once next to another request's chunk, then verification with masked rows,
+    then single rows."""
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        return [
+            feeder.feed({0: span(0, 71), 1: span(0, 12)}),
+            feeder.feed({0: span(71, LENGTH), 1: span(12, 13)}),
+            feeder.feed({1: [*span(13, 16), (0, -1)], 0: span(LENGTH, LENGTH + 3)})[[0, 1, 2, 4, 5, 6]],
+            feeder.feed({0: span(LENGTH + 1, LENGTH + 2), 1: span(16, 17)}),
+        ]
+
+    compare(folder, name, run, ulps=64)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["decoder.layer_embeddings", "stream.gate_embedding", "decoder.qk_norm_rope", "products.softcap"]
+)
+def test_every_kernel_is_needed(folder: Path, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(folder, "gemma4, all of it", torch.float32)
+    found = []
+    for _ in range(2):
+        feeder = Feeder(on_device(model), block_size=8, max_len=LENGTH)
+        found.append(feeder.feed({0: span(0, 5)}))
+        monkeypatch.setattr(f"specrs.backends.cuda.{kernel}", lambda *_: None)
+    assert not torch.allclose(*found)
+
+
+def test_the_argmax_is_that_of_capped_logits(folder: Path) -> None:
+    """Check that argmaxes with and without logits are those of capped logits, for few rows and for many, where the cap
+    makes ties of large logits."""
+    model = on_device(load(folder, "gemma4", torch.float32))
+    for rows in (3, 70):
+        hidden = 4000 * torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        logits = model.compute_logits(hidden)
+        assert int((logits == logits.amax(1, keepdim=True)).sum()) > rows, "no ties"
+        for kept in (None, torch.full_like(logits, torch.nan)):
+            model.poison()
+            ids, top = torch.full((rows,), -1), torch.full((rows,), torch.nan)
+            model.compute_argmax(hidden, ids, top, None, kept)
+            assert torch.equal(ids, logits.argmax(1))
+            assert torch.equal(top, logits.amax(1))
+            if kept is not None:
+                torch.testing.assert_close(kept, logits)
+
+
+@cache
+def paths(folder: Path) -> dict[str, Path]:
+    """Return the folders of a small target with all parts of Gemma 4, and of two drafts."""
+    shape: dict[str, Any] = {"hidden": 32, "intermediate": 32, "vocab": VOCAB}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    made = {"target": folder / "small", "twin": folder / "twin", "qwen3": folder / "qwen3"}
+    make_gemma4(made["target"], "gemma4, all of it", layers=4, layer_types=kinds, head_dim=8, tie=False, **shape)
+    perturb_checkpoint(made["target"], made["twin"], noise=0.1)
+    make_checkpoint(made["qwen3"], "qwen3", layers=1, kv_heads=1, head_dim=16, **shape)
+    return made
+
+
+def config_of(folder: Path, drafter: str | None, **fields: Any) -> EngineConfig:
+    speculative: dict[str, Any] = {"method": drafter, "num_speculative_tokens": K}
+    if drafter == "ngram":
+        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+        fields["max_steps_in_flight"] = 1
+    elif drafter is not None:
+        speculative |= {"method": "draft_model", "model": str(paths(folder)[drafter])}
+    rule = fields.pop("rule", "rejection")
+    return EngineConfig(
+        model=str(paths(folder)["target"]),
+        dtype="float32",
+        speculative_config=None if drafter is None else SpeculativeConfig(**speculative, rejection_sample_method=rule),
+        **(SMALL | {"enforce_eager": True} | fields),
+    )
+
+
+@cache
+def weights(folder: Path, drafter: str | None) -> Any:
+    return load_weights(config_of(folder, drafter))
+
+
+def engine(folder: Path, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu:
+            serve_by_cuda(patch)
+            fields["enforce_eager"] = False
+        made = build_engine(config_of(folder, drafter, **fields), weights(folder, drafter))
+    assert isinstance(made.runner, CudaRunner) == gpu
+    if gpu:
+        poison(made)
+    return made
+
+
+def texts(own: Engine, params: SamplingParams) -> list[list[int]]:
+    requests = generate(own, [params] * len(PROMPTS), 5, PROMPTS)
+    assert all(request.error is None for request in requests)
+    return [request.output_token_ids for request in requests]
+
+
+@cache
+def plain(folder: Path, sampled: bool) -> list[list[int]]:
+    """Return the texts of the CPU runner without drafts."""
+    return texts(engine(folder, None, gpu=False), SAMPLED if sampled else GREEDY)
+
+
+@sweep(5)
+@given(
+    st.sampled_from([None, "ngram", "twin", "qwen3"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([4, 12]),
+    st.sampled_from([8, 20]),
+)
+def test_texts_are_those_of_a_cpu_without_drafts(
+    folder: Path, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int
+) -> None:
+    """Check texts against a CPU without drafts, for every drafter, preemption, batch and chunk size; prompts run in
+    verification passes or in passes of their own."""
+    mine = engine(
+        folder,
+        drafter,
+        gpu=True,
+        rule="coupled" if sampled else "rejection",
+        max_num_batched_tokens=budget,
+        num_gpu_blocks_override=blocks,
+        num_reserved_decode_tokens=0,
+    )
+    if graphs:
+        give_graphs(mine)
+    assert texts(mine, SAMPLED if sampled else GREEDY) == plain(folder, sampled)
+
+
+def test_drafts_are_accepted(folder: Path) -> None:
+    mine = engine(folder, "twin", gpu=True)
+    assert texts(mine, GREEDY) == plain(folder, sampled=False)
+    stats = mine.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
+def test_experts_next_to_an_mlp_are_rejected(tmp_path: Path) -> None:
+    source = ModelSource.of_target(EngineConfig(model=str(make_gemma4(tmp_path, "gemma4, experts")), dtype="float32"))
+    with pytest.raises(UnsupportedModelError, match="on a GPU, a model without experts next to an MLP"):
+        source.types(CUDA_DTYPES)
