@@ -23,6 +23,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     positions,
     ids,
     shares,
+    scales,
     logits_stride,
     EXPERTS: tl.constexpr,
     EACH: tl.constexpr,
@@ -53,6 +54,8 @@ def route_kernel(  # type: ignore[no-untyped-def]
         free = free & (expert != first)
     if NORMALIZE:
         kept /= tl.sum(kept, 0)
+    if scales is not None:
+        kept *= tl.load(scales + chosen, mask=place < EACH, other=0).to(tl.float32)
     chosen = tl.where(tl.load(positions + row) >= 0, chosen, -1)
     tl.store(ids + row * EACH + place, chosen, mask=place < EACH)
     tl.store(shares + row * EACH + place, kept, mask=place < EACH)
@@ -125,7 +128,15 @@ def add_pairs_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("specrs::route", mutates_args=("ids", "shares"))
-def route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool, dependent: bool) -> None:
+def route(
+    logits: Tensor,
+    positions: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    normalize: bool,
+    dependent: bool,
+    scales: Tensor | None = None,
+) -> None:
     """Choose the k experts with the largest logits of each row, the lowest id in a tie (Fedus et al. 2021, eq. 1).
 
     Args:
@@ -136,14 +147,16 @@ def route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normal
             sum.
         normalize: divide `shares` by their sum.
         dependent: launch dependently (see `_dependent_launch`).
+        scales: `[E]`, factors of the shares of each expert, which are multiplied last; None: there are none.
     """
-    _check_route(logits, positions, ids, shares)
+    _check_route(logits, positions, ids, shares, scales)
     (rows, experts), each = logits.shape, ids.shape[1]
     route_kernel[(rows,)](
         logits,
         positions,
         ids,
         shares,
+        scales,
         logits.stride(0),
         EXPERTS=experts,
         EACH=each,
@@ -156,12 +169,21 @@ def route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normal
 
 
 @route.register_fake
-def _(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool, dependent: bool) -> None:
-    _check_route(logits, positions, ids, shares)
+def _(
+    logits: Tensor,
+    positions: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    normalize: bool,
+    dependent: bool,
+    scales: Tensor | None = None,
+) -> None:
+    _check_route(logits, positions, ids, shares, scales)
 
 
-def _check_route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor) -> None:
+def _check_route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, scales: Tensor | None) -> None:
     rows, experts = logits.shape
+    assert scales is None or (scales.shape == (experts,) and scales.is_contiguous())
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     assert positions.shape == (rows,)
@@ -239,11 +261,15 @@ def _check_add(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out
     assert all(tensor.is_contiguous() for tensor in (x, ids, shares, out))
 
 
-def route_reference(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool) -> None:
+def route_reference(
+    logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool, scales: Tensor | None = None
+) -> None:
     """Do what `route` does, in plain torch in float64. Rows with NaN differ."""
     order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
     chosen = logits.double().softmax(1).gather(1, order)
     shares.copy_(chosen / chosen.sum(1, keepdim=True) if normalize else chosen)
+    if scales is not None:
+        shares.mul_(scales.double()[order])
     ids.copy_(torch.where(positions[:, None] >= 0, order, -1))
 
 
@@ -271,10 +297,12 @@ def add_pairs_reference(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Ten
 VARIANTS = (
     *(
         Variant(
-            f"route_{each}_of_{experts}",
+            f"route_{each}_of_{experts}{'_scaled' * scaled}",
             route_kernel,
-            {"logits": "*fp32", "positions": "*i64", "ids": "*i32", "shares": "*fp32", "logits_stride": "i32"},
-            {
+            {"logits": "*fp32", "positions": "*i64", "ids": "*i32", "shares": "*fp32", "logits_stride": "i32"}
+            | ({"scales": "*bf16"} if scaled else {}),
+            ({} if scaled else {"scales": None})
+            | {
                 "EXPERTS": experts,
                 "EACH": each,
                 "NORMALIZE": True,
@@ -284,7 +312,7 @@ VARIANTS = (
             },
             num_warps=1,
         )
-        for experts, each in ((128, 8), (8, 2), (512, 10))
+        for experts, each, scaled in ((128, 8, False), (8, 2, False), (512, 10, False), (128, 8, True))
     ),
     Variant(
         "sort_pairs",

@@ -13,16 +13,20 @@ from checkpoints import make_checkpoint, make_gemma4, perturb_checkpoint
 from engine.harness import poison
 from hypothesis import given
 from hypothesis import strategies as st
-from models.cuda_models import LENGTH, compare, load, on_device, span
+from kernels.cuda.tolerance import assert_near
+from models.cuda_models import LENGTH, Poisoned, compare, load, on_device, outputs, span
 from models.harness import Feeder
-from specrs.backends.cuda.device import CUDA_DTYPES
+from specrs.backends.cuda.decoder import CudaDecoder
+from specrs.backends.cuda.loader import QuantizedLoader
 from specrs.backends.cuda.runner import CudaRunner
-from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
-from specrs.errors import UnsupportedModelError
+from specrs.kernels.quantized_weight import QuantizedWeight
+from specrs.models.loader import open_checkpoint
+from specrs.models.quantization.at_load import IntegersAtLoad
+from specrs.models.torch_loader import load_model
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
 from sweep import sweep
@@ -30,7 +34,7 @@ from torch import Tensor
 
 from backends.cuda_engines import SMALL, generate, give_graphs, serve_by_cuda
 
-VARIANTS = ("gemma4", "gemma4, keys are values", "gemma4, all of it")
+EXPERTS = "gemma4, experts and embeddings"
 VOCAB, K = 61, 3
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 _random = random.Random(3)
@@ -43,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gemma4")
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["gemma4", "gemma4, all of it", "gemma4, experts"])
 def test_prompts_and_verification(folder: Path, name: str) -> None:
     """Check prompts: more than 64 rows at once next to another request's chunk, then verification with masked rows,
     then single rows."""
@@ -92,17 +96,21 @@ def test_the_argmax_is_that_of_capped_logits(folder: Path) -> None:
 
 @cache
 def paths(folder: Path) -> dict[str, Path]:
-    """Return the folders of a small target with all parts of Gemma 4, and of two drafts."""
+    """Return the folders of small targets with all parts of Gemma 4, without experts and with them, and of two
+    drafts."""
     shape: dict[str, Any] = {"hidden": 32, "intermediate": 32, "vocab": VOCAB}
     kinds = ["sliding_attention", "full_attention"] * 2
     made = {"target": folder / "small", "twin": folder / "twin", "qwen3": folder / "qwen3"}
     make_gemma4(made["target"], "gemma4, all of it", layers=4, layer_types=kinds, head_dim=8, tie=False, **shape)
+    made["experts"] = make_gemma4(
+        folder / "small with experts", EXPERTS, layers=4, layer_types=kinds, num_kv_shared_layers=2, head_dim=8, **shape
+    )
     perturb_checkpoint(made["target"], made["twin"], noise=0.1)
     make_checkpoint(made["qwen3"], "qwen3", layers=1, kv_heads=1, head_dim=16, **shape)
     return made
 
 
-def config_of(folder: Path, drafter: str | None, **fields: Any) -> EngineConfig:
+def config_of(folder: Path, target: str, drafter: str | None, **fields: Any) -> EngineConfig:
     speculative: dict[str, Any] = {"method": drafter, "num_speculative_tokens": K}
     if drafter == "ngram":
         speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -111,7 +119,7 @@ def config_of(folder: Path, drafter: str | None, **fields: Any) -> EngineConfig:
         speculative |= {"method": "draft_model", "model": str(paths(folder)[drafter])}
     rule = fields.pop("rule", "rejection")
     return EngineConfig(
-        model=str(paths(folder)["target"]),
+        model=str(paths(folder)[target]),
         dtype="float32",
         speculative_config=None if drafter is None else SpeculativeConfig(**speculative, rejection_sample_method=rule),
         **(SMALL | {"enforce_eager": True} | fields),
@@ -119,16 +127,16 @@ def config_of(folder: Path, drafter: str | None, **fields: Any) -> EngineConfig:
 
 
 @cache
-def weights(folder: Path, drafter: str | None) -> Any:
-    return load_weights(config_of(folder, drafter))
+def weights(folder: Path, target: str, drafter: str | None) -> Any:
+    return load_weights(config_of(folder, target, drafter))
 
 
-def engine(folder: Path, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
+def engine(folder: Path, target: str, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         if gpu:
             serve_by_cuda(patch)
             fields["enforce_eager"] = False
-        made = build_engine(config_of(folder, drafter, **fields), weights(folder, drafter))
+        made = build_engine(config_of(folder, target, drafter, **fields), weights(folder, target, drafter))
     assert isinstance(made.runner, CudaRunner) == gpu
     if gpu:
         poison(made)
@@ -142,13 +150,14 @@ def texts(own: Engine, params: SamplingParams) -> list[list[int]]:
 
 
 @cache
-def plain(folder: Path, sampled: bool) -> list[list[int]]:
+def plain(folder: Path, target: str, sampled: bool) -> list[list[int]]:
     """Return the texts of the CPU runner without drafts."""
-    return texts(engine(folder, None, gpu=False), SAMPLED if sampled else GREEDY)
+    return texts(engine(folder, target, None, gpu=False), SAMPLED if sampled else GREEDY)
 
 
 @sweep(5)
 @given(
+    st.sampled_from(["target", "experts"]),
     st.sampled_from([None, "ngram", "twin", "qwen3"]),
     st.booleans(),
     st.booleans(),
@@ -156,12 +165,13 @@ def plain(folder: Path, sampled: bool) -> list[list[int]]:
     st.sampled_from([8, 20]),
 )
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int
+    folder: Path, target: str, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int
 ) -> None:
     """Check texts against a CPU without drafts, for every drafter, preemption, batch and chunk size; prompts run in
     verification passes or in passes of their own."""
     mine = engine(
         folder,
+        target,
         drafter,
         gpu=True,
         rule="coupled" if sampled else "rejection",
@@ -171,17 +181,32 @@ def test_texts_are_those_of_a_cpu_without_drafts(
     )
     if graphs:
         give_graphs(mine)
-    assert texts(mine, SAMPLED if sampled else GREEDY) == plain(folder, sampled)
+    assert texts(mine, SAMPLED if sampled else GREEDY) == plain(folder, target, sampled)
 
 
 def test_drafts_are_accepted(folder: Path) -> None:
-    mine = engine(folder, "twin", gpu=True)
-    assert texts(mine, GREEDY) == plain(folder, sampled=False)
+    mine = engine(folder, "target", "twin", gpu=True)
+    assert texts(mine, GREEDY) == plain(folder, "target", sampled=False)
     stats = mine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
-def test_experts_next_to_an_mlp_are_rejected(tmp_path: Path) -> None:
-    source = ModelSource.of_target(EngineConfig(model=str(make_gemma4(tmp_path, "gemma4, experts")), dtype="float32"))
-    with pytest.raises(UnsupportedModelError, match="on a GPU, a model without experts next to an MLP"):
-        source.types(CUDA_DTYPES)
+def test_quantized_weights(folder: Path) -> None:
+    """Check a pass over weights in INT8, experts included, against their numbers in float64."""
+    load(folder, EXPERTS, torch.float32)
+    path = folder / EXPERTS.replace(" ", "_")
+    config, checkpoint = open_checkpoint(path, None, "auto")
+    weights = QuantizedLoader(config, IntegersAtLoad(checkpoint, "int8"), torch.float32, torch.device("cpu")).load()
+    experts = weights.layers[-1].experts
+    assert experts is not None
+    assert experts.stacked_codes is not None
+    assert all(isinstance(w, QuantizedWeight) for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up))
+    made = CudaDecoder.allocate(weights, max_rows=16, max_seqs=4)
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        return [feeder.feed({0: span(0, rows), 1: span(0, 1)}) for rows in (2, 12)]
+
+    exact, plain = (
+        outputs(load_model(path, dtype=dtype, quantization="int8"), run) for dtype in ("float64", "float32")
+    )
+    assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=64)

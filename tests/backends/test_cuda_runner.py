@@ -416,7 +416,17 @@ def poison(runner: CudaRunner) -> None:
     for model in (ctx.target, ctx.drafter.model):
         assert isinstance(model, CudaDecoder)
         workspace = model.workspace
-        kept = {"counters", "configs", "limits", "dependent", "rounds_rows", "fuses_draft", "scratch", "experts"}
+        kept = {
+            "counters",
+            "configs",
+            "sized_configs",
+            "limits",
+            "dependent",
+            "rounds_rows",
+            "fuses_draft",
+            "scratch",
+            "experts",
+        }
         names = [field.name for field in dataclasses.fields(workspace) if field.name not in kept]
         tensors += [getattr(workspace, name) for name in names]
     for tensor in tensors:

@@ -41,6 +41,8 @@ from specrs.models.decoder_weights import (
     ExpertWeights,
     LayerEmbeddingWeights,
     LayerWeights,
+    ParallelNorms,
+    RouterScales,
     SharedWeights,
 )
 from specrs.models.experts import Experts
@@ -178,9 +180,18 @@ def with_sizes(weights: TorchWeights) -> TorchWeights:
                 down=DenseWeight(empty(h, s.intermediate_size)),
                 addition=added,
                 scalar=0.5,
+                experts=None if layer.experts is None else next_to_mlp(layer.experts, c, dtype),
             )
         )
     return replace(weights, layers=tuple(layers))
+
+
+def next_to_mlp(w: TorchExperts, c: ModelConfig, dtype: torch.dtype) -> TorchExperts:
+    """Return the experts with the norms and factors of experts next to an MLP."""
+    assert c.experts is not None
+    rows = [torch.empty(c.hidden_size, dtype=dtype, device=CUDA) for _ in range(4)]
+    scales = RouterScales(rows[0], torch.empty(c.experts.count, dtype=dtype, device=CUDA))
+    return replace(w, scales=scales, norms=ParallelNorms(*rows[1:]))
 
 
 def fake_net(layer: TorchLayer, c: ModelConfig) -> TorchLayer:

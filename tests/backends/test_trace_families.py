@@ -108,11 +108,12 @@ def test_groups_take_one_kernel_more_an_iteration(logits_mode: LogitsMode, rule:
     assert counts[1] == counts[0] + 1
 
 
-@pytest.mark.parametrize(("variant", "kernels", "of_pass"), [("gemma4", 12, 7), ("gemma4, keys are values", 8, 5)])
+@pytest.mark.parametrize(("variant", "kernels", "of_pass"), [("gemma4", 12, 7), ("gemma4, experts", 18, 5)])
 def test_layers_of_different_sizes(variant: str, kernels: int, of_pass: int, tmp_path: Path) -> None:
     """Check the number of kernels per layer. Heads take a kernel of their own, as norms around blocks do. A layer's
-    embedding takes four: the addition of the MLP's output, two products and a gate. A pass has two for the embeddings
-    of all layers, and two for a cap between logits and argmax."""
+    embedding takes four: the addition of the MLP's output, two products and a gate. Experts next to an MLP take their
+    six and four norms. A pass has two for the embeddings of all layers, and two for a cap between logits and
+    argmax."""
     target = make_gemma4(tmp_path, variant, **SHAPE | {"layers": 6, "global_head_dim": 128})  # type: ignore[arg-type]
     with FakeTensorMode():
         ctx = make(target, target, "rejection", "draft")

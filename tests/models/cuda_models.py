@@ -94,7 +94,8 @@ def as_on_a_gpu(model: TorchDecoder) -> TorchWeights:
             shared = SharedWeights(
                 *(dense(one, model.weights.dtype) for one in (shared.gate, shared.gate_up, shared.down))
             )
-        return ExpertWeights(dense(w.router, model.weights.dtype), gate_up, down, stacked, both, shared)
+        router = dense(w.router, model.weights.dtype)
+        return ExpertWeights(router, gate_up, down, stacked, both, shared, w.scales, w.norms)
 
     weights = model.weights
     layers, embedding = tuple(map(layer, weights.layers)), weights.layer_embedding

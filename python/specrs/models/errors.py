@@ -40,13 +40,6 @@ def with_equal_layers(config: Any, where: str) -> None:
         raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have equal sizes")
 
 
-def without_parallel_experts(config: Any, where: str) -> None:
-    """Raise UnsupportedModelError if layers of a model have experts next to an MLP. Code that cannot run such models
-    calls this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU"."""
-    if config.experts is not None and config.experts.parallel_mlp:
-        raise unsupported("enable_moe_block", True, f"{where}, a model without experts next to an MLP")
-
-
 @contextmanager
 def of_folder(folder: Path) -> Iterator[None]:
     """Add the folder's path to errors about config.json that are raised inside. An engine reads several folders."""

@@ -33,17 +33,19 @@ def choices(rows: int, experts: int, each: int, seed: int) -> Tensor:
     each=st.integers(1, 9),
     normalize=st.booleans(),
     tied=st.booleans(),
+    scaled=st.booleans(),
 )
-def test_route(rows: int, experts: int, each: int, normalize: bool, tied: bool) -> None:
+def test_route(rows: int, experts: int, each: int, normalize: bool, tied: bool, scaled: bool) -> None:
     each = min(each, experts)
     logits = torch.randn(rows, experts + 3, generator=torch.Generator().manual_seed(rows * experts))[:, :experts] * 3
     if tied:
         logits = logits.round()
     positions = torch.arange(rows) - 1  # the first row is masked
     ids, shares = torch.full((rows, each), -9, dtype=torch.int32), torch.full((rows, each), torch.nan)
-    route(logits, positions, ids, shares, normalize, False)
+    scales = torch.randn(experts) if scaled else None
+    route(logits, positions, ids, shares, normalize, False, scales)
     expected = torch.empty_like(ids), torch.empty(rows, each, dtype=torch.float64)
-    route_reference(logits, positions, *expected, normalize)
+    route_reference(logits, positions, *expected, normalize, scales)
     assert torch.equal(ids, expected[0])
     torch.testing.assert_close(shares.double(), expected[1], rtol=1e-5, atol=1e-7)
 

@@ -151,7 +151,8 @@ def mixture(
     ids, shares, count = b.ids[:rows], b.shares[:rows], rows * each
     pairs, activated, made = [b.pairs[:count], b.starts], b.activated[:count], b.made[:count]
     clamp = [] if c.experts.swiglu is None else list(c.experts.swiglu)
-    route(b.logits[:rows], positions, ids, shares, c.experts.norm_topk_prob, dependent)
+    scales = None if w.scales is None else w.scales.experts
+    route(b.logits[:rows], positions, ids, shares, c.experts.norm_topk_prob, dependent, scales)
     sort_pairs(ids, pairs[0], b.starts, dependent)
     for name, given, to, flags, limits in (
         ("gate_up", x, activated, [each, 1, int(gelu), rows], clamp),

@@ -135,6 +135,7 @@ class QuantizedLoader(Loader):
             stacked_codes=(stacked[0], stacked[1]),
             stacked_biases=biases,
             shared=self.shared_expert(block, experts),
+            scales=self.router_scales(block, experts),
         )
 
     def shared_expert(self, block: str, experts: Experts) -> SharedWeights[Weight] | None:

@@ -37,9 +37,9 @@ def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace, cap
         softcap(out, cap, ws.dependent)
 
 
-def write_router_logits(x: Tensor, router: Weight, out: Tensor, ws: Workspace) -> None:
-    """Write the router's logits of `x` `[N, hidden]` into `out` `[N, experts]` fp32."""
-    _write_logits("router", x, Product(stored(router), router.bias), out, ws)
+def write_router_logits(x: Tensor, router: Weight, out: Tensor, ws: Workspace, factor: float = 1.0) -> None:
+    """Write the router's logits of `x` `[N, hidden]`, times `factor`, into `out` `[N, experts]` fp32."""
+    _write_logits("router", x, Product(stored(router), router.bias, multiplier=factor), out, ws)
 
 
 def _write_logits(name: str, x: Tensor, product: Product, out: Tensor, ws: Workspace) -> None:
@@ -47,6 +47,8 @@ def _write_logits(name: str, x: Tensor, product: Product, out: Tensor, ws: Works
         _wide_logits(x, product.weight, out)
         if product.bias is not None:
             out.add_(product.bias)
+        if product.multiplier != 1:
+            out.mul_(product.multiplier)
         return
     skinny_linear(x, product, out, (ws.partials, ws.counters), ws.config(name, x.shape[0]), ws.dependent)
 

@@ -31,6 +31,7 @@ from specrs.kernels.cuda.linear_product import Next, Product
 from specrs.kernels.cuda.rms_norm import rms_norm
 from specrs.kernels.linear import Weight
 from specrs.models.config import ModelConfig
+from specrs.models.decoder_weights import ParallelNorms
 from specrs.models.torch_weights import TorchExperts, TorchLayer
 from specrs.parallel.ranks import Ranks
 
@@ -254,10 +255,20 @@ class PlainStream:
         x = self._read(w.post_attention_norm if self.c.norms != "after" else None)
         self._delta, self._after = ws.delta[:rows], w.mlp_output_norm
         out = self._part(self._delta)
+        if w.experts is not None and w.experts.norms is not None:
+            self._mlp(x, w, ws.mixed[:rows], adapters)
+            rms_norm(ws.mixed[:rows], None, w.experts.norms.mlp_output, self._delta, self.c.rms_norm_eps, ws.dependent)
+            self._mix_next_to_mlp(w.experts, w.experts.norms)
+            return
         if w.experts is not None:
             self._mix(x, w.experts, out)
-            self._sum(self._delta)
-            return
+        else:
+            self._mlp(x, w, out, adapters)
+        self._sum(self._delta)
+
+    def _mlp(self, x: Tensor, w: TorchLayer, out: Tensor, adapters: LayerAdapters | None) -> None:
+        """Write the output of the layer's MLP for `x` `[N, hidden]` into `out` `[N, hidden]`."""
+        ws, rows = self.ws, x.shape[0]
         for first in range(0, rows, MLP_ROWS):
             part = slice(first, min(first + MLP_ROWS, rows))
             activated = ws.part(ws.activated, part.stop - first, w.down.shape[1])
@@ -266,7 +277,6 @@ class PlainStream:
             product(ws, "down", activated, w.down, out[part])
             if own is not None:
                 own.add_("down", activated, out[part])
-        self._sum(self._delta)
 
     def _add_embedding(self, w: TorchLayer, embedding: Tensor) -> None:
         """Add what `AdditionWeights` describes, of the layer's embedding `[N, size]` of the rows' tokens."""
@@ -294,6 +304,22 @@ class PlainStream:
             write_router_logits(x[part], w.router, b.logits[: part.stop - first], ws)
             shared = [] if w.shared is None else shared_expert(ws, x[part], w.shared, self.c)
             mixture(self.c, b, x[part], self.positions[part], w, shared, out[part], ws.dependent)
+
+    def _mix_next_to_mlp(self, w: TorchExperts, norms: ParallelNorms[Tensor]) -> None:
+        """Add the normed output of the experts to that of the MLP, which waits, as `ParallelNorms` describes. The
+        stream has no output to add."""
+        ws, rows, b, scales = self.ws, self.hidden.shape[0], self.ws.experts, w.scales
+        eps, dependent, out = self.c.rms_norm_eps, self.ws.dependent, self.ws.mixed[:rows]
+        assert b is not None
+        assert scales is not None
+        for first in range(0, rows, CHUNK_ROWS):
+            part = slice(first, min(first + CHUNK_ROWS, rows))
+            h, x = self.hidden[part], ws.normed[part]
+            rms_norm(h, None, scales.hidden, x, eps, dependent)
+            write_router_logits(x, w.router, b.logits[: len(x)], ws, self.c.hidden_size**-0.5)
+            rms_norm(h, None, norms.expert_input, x, eps, dependent)
+            mixture(self.c, b, x, self.positions[part], w, [], out[part], dependent)
+        rms_norm(out, self._delta, None, None, eps, dependent, norms.expert_output)
 
     def following(self, norm: Tensor | None) -> Next | None:
         return None

@@ -218,6 +218,8 @@ class Workspace:
     delta: Tensor
     """[max_rows, hidden], a block's output before it is added to the stream. Passes of few rows add it in their
     product."""
+    mixed: Tensor
+    """[max_rows, hidden], output of an MLP next to experts, and then theirs. No rows if no layer has both."""
     qkv: Tensor
     """[max_rows, (heads + 2 * kv_heads) * head_dim], queries, keys and values. Of layers of different sizes, the widest
     counts; see `part`."""
@@ -330,7 +332,8 @@ class Workspace:
         f32, i32 = torch.float32, torch.int32
         turns = rotations(config)
         angles = (len(turns), max_rows, max(dim for _, dim in turns) // 2)
-        has_mlp = config.experts is None or not all(config.experts.layers)
+        beside = config.experts is not None and config.experts.parallel_mlp
+        has_mlp = config.experts is None or beside or not all(config.experts.layers)
         mlp_rows = min(max_rows, MLP_ROWS) + room - max_rows if has_mlp else 0
         return cls(
             hidden=buffer(max_rows, config.hidden_size),
@@ -338,6 +341,7 @@ class Workspace:
             squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
             normed=buffer(max_rows, config.hidden_size),
             delta=buffer(room, config.hidden_size),
+            mixed=buffer(room if beside else 0, config.hidden_size),
             qkv=buffer(room, max((config.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in kinds)),
             projected=buffer(room * _projected_width(config)),
             attended=buffer(max_rows, max(shape.k for shape in shapes["o"])),
