@@ -18,6 +18,7 @@ import torch
 from checkpoints import GEMMA4, make_gemma4
 from gemma4_reference import float64, logits
 from safetensors.torch import load_file, save_file
+from specrs.arrays import FLOAT8_E4M3
 from specrs.backends.cpu.weights import Rounding, load_native
 from specrs.core import CpuPool
 from specrs.errors import SpecrsError
@@ -221,6 +222,22 @@ def test_keys_of_sharing_layers_are_left_out(folder: Path, tmp_path: Path) -> No
     with float64():
         found = Feeder(load_model(path, dtype="float64"), block_size=4, max_len=44).feed_chunks(TOKENS, [40])
     torch.testing.assert_close(found, reference(make(folder, "gemma4")), rtol=0, atol=1e-10)
+
+
+def test_sharing_layers_have_the_scales_of_their_sources(folder: Path, tmp_path: Path) -> None:
+    """Check that layers read codes of an FP8 cache with the scales with which their sources write them."""
+    path = shutil.copytree(make(folder, "gemma4"), tmp_path / "scaled")
+    tensors = load_file(path / "model.safetensors")
+    for i in range(3):
+        tensors |= {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(i + 0.5) for x in "kv"}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}}
+    (path / "config.json").write_text(json.dumps(raw))
+    weights = load_model(path, dtype="float32", cache_dtype=FLOAT8_E4M3).weights
+    sources = [i if sizes.source is None else sizes.source for i, sizes in enumerate(weights.config.varied)]
+    assert sources[3:] == [1, 1, 2]
+    assert [layer.kv_scales for layer in weights.layers] == [(i + 0.5, i + 0.5) for i in sources]
 
 
 @pytest.mark.parametrize("variant", GEMMA4)

@@ -268,7 +268,12 @@ class ModelReader(LayerReader[T, W], Generic[T, W, D]):
         prefix = f"model.layers.{i}."
         if self.held.has_state(i):
             return self.state_layer(prefix, self.held)
-        return self.layer(prefix, self.held, self.held.sizes_of(i))
+        sizes = self.held.sizes_of(i)
+        layer = self.layer(prefix, self.held, sizes)
+        if sizes.source is None or not self.kv_codes:
+            return layer
+        # Codes have the scales with which the source writes them.
+        return replace(layer, kv_scales=read_kv_scales(self.checkpoint, f"model.layers.{sizes.source}.self_attn."))
 
     def layer_embedding(self) -> LayerEmbeddingWeights[T, W]:
         """Return the weights of the embeddings that layers add."""
