@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 LEAST_GROUP = 16
 """Groups are multiples of this number of inputs, or all inputs of an output."""
+SUPER_BLOCK = 256
+"""Number of inputs whose groups share an fp16 scale and an fp16 minimum, with `minima="blocks"`."""
 
 
 class Coding(NamedTuple):
@@ -18,7 +20,25 @@ class Coding(NamedTuple):
     outputs: int = 1
     """Number of consecutive outputs that share a scale."""
     zeros: bool = False
-    """For INT4: True if the words of scales also hold zero points. False: every zero point is 8."""
+    """For INT4: True if the words of scales also hold zero points. False: every zero point is 8, or 0 with minima."""
+    minima: str = ""
+    """How a minimum of each group is stored, which is subtracted from code times scale. Empty: there are none. For int8
+    and int4 with scales for each output.
+
+    `pairs`: a word has the scale of a group, and above it the minimum, both fp16. `blocks`: each 256 inputs have a word
+    with an fp16 scale and an fp16 minimum. Words after it have two signed bytes for each group, by which these are
+    multiplied, the scale's first.
+    """
+
+    @property
+    def block(self) -> int:
+        """Number of inputs to which consecutive words of scales belong."""
+        return SUPER_BLOCK if self.minima == "blocks" else self.group
+
+    @property
+    def words(self) -> int:
+        """Number of words of scales for `block` inputs of an output."""
+        return 1 + SUPER_BLOCK // self.group // 2 if self.minima == "blocks" else 1
 
     @property
     def bits(self) -> int:
@@ -32,5 +52,7 @@ class Coding(NamedTuple):
         Words hold the codes of at least 16 inputs, all of one group, which a product reads at once.
         """
         each, group = 16 // self.bits, self.group
+        if self.minima and (size % self.block or size <= group):
+            return None
         fits = (u for u in (128, 64, 32) if size % u == 0 and (group % u == 0 or u % group == 0))
         return next((u for u in fits if u >= 16 * each and group % (u // each) == 0), None)

@@ -27,7 +27,8 @@ class QuantizedWeight:
     INT4 codes as 0 to 15."""
     scales: Tensor
     """fp32 `[ceil(out / outputs), ceil(in / group)]`. Zero points are stored in the four lowest bits, which scales that
-    were 16-bit numbers do not need. Scales of MXFP4 are bytes: s means 2^(s - 127)."""
+    were 16-bit numbers do not need. Scales of MXFP4 are bytes: s means 2^(s - 127). With minima they are int32 `[out,
+    in / block * words]`, see `Coding.minima`."""
     coding: Coding
     bias: Tensor | None = None
     fp8_rows: bool = False
@@ -46,7 +47,7 @@ class QuantizedWeight:
         words = parts[0]
         for j, part in enumerate(parts[1:], 1):
             words = words | part << bits * j
-        scales = scales if coding.kind == "mxfp4" else scales.float()
+        scales = scales if coding.kind == "mxfp4" or coding.minima else scales.float()
         return cls(words.reshape(out, -1), scales.contiguous(), coding, bias)
 
     @property
@@ -75,8 +76,12 @@ class QuantizedWeight:
         return (codes.double() * spread).to(x.dtype)
 
     def dequantized(self) -> Tensor:
-        """Return codes times scales, `[out, in]` float64, which holds them exactly."""
+        """Return codes times scales, less minima, `[out, in]` float64, which holds them exactly."""
         words, values = self.scales, self._values()
+        if self.coding.minima:
+            numbers = values.view(torch.int8).double() if self.coding.kind == "int8" else values.double()
+            scales, minima = _scales_and_minima(words, self.coding)
+            return numbers * self._spread(scales) - self._spread(minima)
         if self.coding.kind == "fp8":
             numbers = values.view(torch.float8_e4m3fn).double()
         elif self.coding.kind == "int8":
@@ -111,7 +116,7 @@ class QuantizedWeight:
             return replace(self, codes=codes, scales=scales, coding=coding._replace(outputs=1), bias=bias)
         sizes = [size] if parts is None else list(parts)
         whole = coding.group >= size
-        least = LEAST_GROUP if whole else coding.group
+        least = LEAST_GROUP if whole else coding.block
         uneven = [part for part in sizes if part % (least * world)]
         if uneven:
             raise ValueError(f"parts={sizes}: {uneven[0]} features are not world={world} shards of whole {least}")
@@ -123,7 +128,8 @@ class QuantizedWeight:
         if whole:
             made = QuantizedWeight.of(values, self.scales.clone(), coding, bias)
         else:
-            scales = _cut(self.scales, None, IN, rank, world, [part // coding.group for part in sizes])[0]
+            words = [part // coding.block * coding.words for part in sizes]
+            scales = _cut(self.scales, None, IN, rank, world, words)[0]
             made = QuantizedWeight.of(values, scales, coding, bias)
         return replace(made, fp8_rows=self.fp8_rows, fp8_wide_rows=self.fp8_wide_rows)
 
@@ -149,7 +155,7 @@ class QuantizedWeight:
         are others."""
         if self.coding.zeros:
             return self
-        if self.coding.kind != "int4":
+        if self.coding.kind != "int4" or self.coding.minima:
             return None
         bits = self.scales.view(torch.int32)
         if bool((bits & 15).any()):
@@ -215,6 +221,18 @@ def fuse(parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Quanti
     return QuantizedWeight(
         torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), first, bias
     )
+
+
+def _scales_and_minima(words: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
+    """Return the scales and the minima in int32 words `[out, in / block * words]`, each `[out, groups]` float64."""
+    out, blocks = words.shape[0], words.shape[1] // coding.words
+    of = words.reshape(out, blocks, coding.words)
+    halves = of[..., :1].contiguous().view(torch.float16).double()
+    if coding.minima == "pairs":
+        return halves[..., 0], halves[..., 1]
+    factors = of[..., 1:].contiguous().view(torch.int8).view(out, blocks, -1, 2).double()
+    made = halves[..., None, :] * factors
+    return made[..., 0].reshape(out, -1), made[..., 1].reshape(out, -1)
 
 
 def _cut(

@@ -13,12 +13,16 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.coding import Coding
+from specrs.kernels.coding import SUPER_BLOCK, Coding
 from torch import Tensor
 
 DENSE, FP8, INT8, INT4, MXFP4 = (tl.constexpr(code) for code in range(5))
 CODES = {"fp8": 1, "int8": 2, "int4": 3, "mxfp4": 4}
 """Number of each kind of `Coding`, in the form that kernels take."""
+PAIRS, BLOCKS = tl.constexpr(1), tl.constexpr(2)
+MINIMA = {"": 0, "pairs": 1, "blocks": 2}
+"""Number of each value of `Coding.minima`, in the form that kernels take."""
+BLOCK_INPUTS = tl.constexpr(SUPER_BLOCK)
 
 # e4m3 is bf16 with four of its exponent's bits, lowest, and three of its fraction's, highest: moved there it is 2^-120
 # of the number, subnormal ones too.
@@ -208,6 +212,21 @@ def scale_of(word, ZEROS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def halves_of(word):  # type: ignore[no-untyped-def]
+    """Return the two fp16 numbers in int32 words as fp32, the lower bits' first."""
+    low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def factors_of(word, UPPER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return two signed bytes of int32 words as fp32: those of the upper or of the lower 16 bits."""
+    if UPPER:
+        return (word << 8 >> 24).to(tl.float32), (word >> 24).to(tl.float32)
+    return (word << 24 >> 24).to(tl.float32), (word << 16 >> 24).to(tl.float32)
+
+
+@triton.jit
 def _add_unit(  # type: ignore[no-untyped-def]
     acc,
     weight,
@@ -222,20 +241,41 @@ def _add_unit(  # type: ignore[no-untyped-def]
     UNIT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ZEROS: tl.constexpr,
+    MINIMA: tl.constexpr,
 ):
     """Add the products of one unit of inputs, from `first` on, to `acc`, and return the sum. `v` has, for each code of
-    a word, the rows of x that it is multiplied with."""
+    a word, the rows of x that it is multiplied with.
+
+    A minimum is multiplied with the sum of its group's inputs. That sum is a product with ones, so that its order is
+    the same for any number of rows. The compiler computes it once for both sides of a tile.
+    """
     EACH: tl.constexpr = 4 if (CODE == INT4) | (CODE == MXFP4) else 2
     ROW: tl.constexpr = K // EACH
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     words = tl.load(weight + n.to(tl.int64)[:, None] * ROW + word[None, :])
     # Where a scale is that of all inputs it is left to the end.
     at = scales + n // OUTPUTS * GROUPS + (first // GROUP if GROUPS > 1 else 0)
-    zero = tl.full(n.shape, 8, tl.int32)
+    zero = tl.full(n.shape, 0 if MINIMA else 8, tl.int32)
+    if MINIMA == BLOCKS:
+        WORDS: tl.constexpr = 1 + BLOCK_INPUTS // GROUP // 2
+        at = scales + n * (K // BLOCK_INPUTS * WORDS) + first // BLOCK_INPUTS * WORDS
+        of_block, least_of_block = halves_of(tl.load(at))
+        # A unit has an even number of groups, so its first one is in lower bits.
+        at += 1 + first % BLOCK_INPUTS // GROUP // 2
+    if MINIMA:
+        ones = tl.full(words.shape, 1, v[0].dtype)
     SCALES: tl.constexpr = (UNIT + GROUP - 1) // GROUP if GROUPS > 1 else 1
     for g in tl.static_range(SCALES):
         # Of a unit of several groups those parts that are in this one: their codes less its zero points.
-        if (GROUPS > 1) | ZEROS:
+        if MINIMA == BLOCKS:
+            if g % 2 == 0:
+                pairs = tl.load(at + g // 2)
+            scale, least = factors_of(pairs, g % 2 == 1)
+            scale *= of_block
+            least *= least_of_block
+        elif MINIMA == PAIRS:
+            scale, least = halves_of(tl.load(at + g))
+        elif (GROUPS > 1) | ZEROS:
             scale = tl.load(at + g)
         if ZEROS:
             zero = scale.to(tl.int32, bitcast=True) & 15
@@ -255,6 +295,11 @@ def _add_unit(  # type: ignore[no-untyped-def]
             acc += sums * scale_of(scale, ZEROS)[:, None]
         else:
             acc = sums
+        if MINIMA:
+            total = tl.zeros_like(acc)
+            for j in tl.static_range(EACH // SCALES):
+                total = tl.dot(ones, v[g * (EACH // SCALES) + j], total, input_precision="ieee")
+            acc -= total * least[:, None]
     return acc
 
 
@@ -285,6 +330,7 @@ def add_step(  # type: ignore[no-untyped-def]
     UNIT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ZEROS: tl.constexpr,
+    MINIMA: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """Add the products of step k to the sums of a tile. Units past the last input repeat the last unit, times 0.
@@ -307,16 +353,16 @@ def add_step(  # type: ignore[no-untyped-def]
         if K % BLOCK_K != 0:
             first = tl.minimum(first, K - UNIT)
         word = first // EACH + tl.arange(0, PART)
-        acc = _add_unit(acc, weight, scales, n, word, first, v, K, CODE, GROUP, UNIT, OUTPUTS, ZEROS)
+        acc = _add_unit(acc, weight, scales, n, word, first, v, K, CODE, GROUP, UNIT, OUTPUTS, ZEROS, MINIMA)
         if GATED:
-            up = _add_unit(up, weight, scales, n + second, word, first, v, K, CODE, GROUP, UNIT, OUTPUTS, ZEROS)
+            up = _add_unit(up, weight, scales, n + second, word, first, v, K, CODE, GROUP, UNIT, OUTPUTS, ZEROS, MINIMA)
     return acc, up
 
 
 def coding_constants(coding: Coding | None, k: int) -> dict[str, int]:
     """Return the kernel's constants for a weight of `k` inputs; `coding` None: it is dense."""
     if coding is None:
-        return {"CODE": DENSE.value, "GROUP": k, "UNIT": 0, "OUTPUTS": 1, "ZEROS": False}
+        return {"CODE": DENSE.value, "GROUP": k, "UNIT": 0, "OUTPUTS": 1, "ZEROS": False, "MINIMA": 0}
     unit = coding.unit(k)
     assert unit is not None
     return {
@@ -325,26 +371,35 @@ def coding_constants(coding: Coding | None, k: int) -> dict[str, int]:
         "UNIT": unit,
         "OUTPUTS": coding.outputs,
         "ZEROS": coding.zeros,
+        "MINIMA": MINIMA[coding.minima],
     }
 
 
 def coding_as_list(coding: Coding) -> list[int]:
     """Return the fields of `coding` in order, as custom ops take them."""
-    return [CODES[coding.kind], coding.group, coding.outputs, int(coding.zeros)]
+    return [CODES[coding.kind], coding.group, coding.outputs, int(coding.zeros), MINIMA[coding.minima]]
 
 
 def coding_of(fields: Sequence[int]) -> Coding:
     """Return the `Coding` with these fields, from the list that `coding_as_list` returns."""
-    code, group, outputs, zeros = fields
-    return Coding(next(kind for kind, number in CODES.items() if number == code), group, outputs, bool(zeros))
+    code, group, outputs, zeros, minima = fields
+    kind = next(kind for kind, number in CODES.items() if number == code)
+    return Coding(kind, group, outputs, bool(zeros), next(form for form, number in MINIMA.items() if number == minima))
+
+
+def scales_dtype(coding: Coding) -> torch.dtype:
+    """Return the dtype of the scales of a `QuantizedWeight`."""
+    if coding.minima:
+        return torch.int32
+    return torch.uint8 if coding.kind == "mxfp4" else torch.float32
 
 
 def check_codes(codes: Tensor, scales: Tensor | None, coding: Coding, size: int) -> None:
     """Raise AssertionError if codes and scales do not have the shapes that a kernel reads for `size` inputs."""
     assert scales is not None
     assert codes.dtype == torch.int16
-    assert scales.dtype == (torch.uint8 if coding.kind == "mxfp4" else torch.float32)
+    assert scales.dtype == scales_dtype(coding)
     assert scales.is_contiguous()
-    assert scales.shape == (-(-codes.shape[0] // coding.outputs), -(-size // coding.group))
+    assert scales.shape == (-(-codes.shape[0] // coding.outputs), -(-size // coding.block) * coding.words)
     assert codes.shape[1] == size * coding.bits // 16
     assert coding.unit(size) is not None, f"no words of {size} inputs in groups of {coding.group}"

@@ -80,10 +80,11 @@ class LinearShape:
 
     @property
     def key(self) -> str:
-        """Key in the table: `n4096-k2048-bfloat16`, then `-gated` if gated, `-heads128` for heads, `-fp8-128` for a
-        coding and `-8of128` for experts."""
+        """Key in the table: `n4096-k2048-bfloat16`, then `-gated` if gated, `-heads128` for heads, `-fp8-128` or
+        `-int4-32-blocks` for a coding and `-8of128` for experts."""
         heads = f"-heads{self.head_dim}" if self.head_dim else ""
         coding = "" if self.coding is None else f"-{self.coding.kind}-{self.coding.group}"
+        coding += f"-{self.coding.minima}" if self.coding is not None and self.coding.minima else ""
         experts = "" if self.experts is None else f"-{self.experts[1]}of{self.experts[0]}"
         kind = f"{str(self.dtype).removeprefix('torch.')}{'-gated' * self.gated}"
         return f"n{self.n}-k{self.k}-{kind}{heads}{coding}{experts}"
@@ -179,11 +180,12 @@ def _quantized_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
 
 
 def _tensor_tiles(shape: LinearShape, block_k: int) -> int:
-    """Return the number of sums with a scale of their own in a step of a quantized weight. Each has a tile in the
-    tensor memory of compute capability 10.x."""
+    """Return the number of sums with a scale or a minimum of their own in a step of a quantized weight. Each has a tile
+    in the tensor memory of compute capability 10.x."""
     assert shape.coding is not None
     group = min(shape.coding.group, shape.least_k)
-    return shape.sides if shape.coding.group >= shape.k else shape.sides * block_k // group
+    sums = shape.sides + bool(shape.coding.minima)
+    return shape.sides if shape.coding.group >= shape.k else sums * block_k // group
 
 
 def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLimits) -> LinearConfig:

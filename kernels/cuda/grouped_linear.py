@@ -52,6 +52,7 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     UNIT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ZEROS: tl.constexpr,
+    MINIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
@@ -84,7 +85,7 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
             if CODE != DENSE:
                 acc, up = add_step(
                     acc, up, weight, scales, x_rows, rows_n, N, k, there, K, BLOCK_K, CODE, GROUP, UNIT, OUTPUTS, ZEROS,
-                    GATED,
+                    MINIMA, GATED,
                 )  # fmt: skip
             else:
                 at = k * BLOCK_K + column
@@ -286,6 +287,7 @@ def _variants() -> tuple[Variant, ...]:
             ("down_oss", 2880, 2880, False, None),
             ("gate_up_mxfp4_oss", 2880, 2880, True, Coding("mxfp4", 32)),
             ("down_mxfp4_oss", 2880, 2880, False, Coding("mxfp4", 32)),
+            ("gate_up_q4_k", 768, 2048, True, Coding("int4", 32, minima="blocks")),
         ):
             oss = kind.endswith("oss")
             experts, each = (32, 4) if oss else (128, 8)
@@ -303,7 +305,8 @@ def _variants() -> tuple[Variant, ...]:
                 types = dict.fromkeys(("x", "weight", "out"), f"*{dtype}") | {"pairs": "*i32", "starts": "*i32"}
                 types |= {"x_stride": "i32"}
                 if coding is not None:
-                    types |= {"weight": "*i16", "scales": "*u8" if coding.kind == "mxfp4" else "*fp32"}
+                    of_scales = "*u8" if coding.kind == "mxfp4" else "*i32" if coding.minima else "*fp32"
+                    types |= {"weight": "*i16", "scales": of_scales}
                 types |= {"bias": "*bf16"} if oss else {}
                 types |= {"alpha": "fp32", "limit": "fp32"} if oss and gated else {}
                 constants = {

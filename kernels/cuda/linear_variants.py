@@ -35,7 +35,7 @@ def variant(
     config = linear_config(shape, block_m(rows), size.limits)
     present = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}"}
     if shape.coding is not None:
-        present |= {"weight": "*i16", "scales": "*fp32"}
+        present |= {"weight": "*i16", "scales": "*i32" if shape.coding.minima else "*fp32"}
     normed = "squares" in operands
     present |= dict.fromkeys(operands, f"*{dtype}")
     present |= {"added": "*fp32", "added_slots": "*i32"} if "added" in operands else {}
@@ -140,7 +140,13 @@ def _variants() -> tuple[Variant, ...]:
                 variants.append(variant(label, shape, size, rows=rows, operands=normed))
     for size in (Size("large", (90,), SIZES[0].limits), SIZES[1], BLACKWELL):
         # Blocks of GGUF files.
-        for name, coding in (("q4_0", Coding("int4", 32)), ("q8_0", Coding("int8", 32))):
+        for name, coding in (
+            ("q4_0", Coding("int4", 32)),
+            ("q8_0", Coding("int8", 32)),
+            ("q4_1", Coding("int4", 32, minima="pairs")),
+            ("q4_k", Coding("int4", 32, minima="blocks")),
+            ("q5_k", Coding("int8", 32, minima="blocks")),
+        ):
             shape = LinearShape(25600, 5120, torch.bfloat16, gated=True, coding=coding)
             label = f"skinny_linear_quantized_{name}_bf16_rows64_{size.name}"
             variants.append(variant(label, shape, size, rows=64, operands=normed))

@@ -110,6 +110,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     UNIT: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ZEROS: tl.constexpr,
+    MINIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     # Attention asks which rows there are before it waits, so the product ahead of it lets it start only when all that
@@ -182,7 +183,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
             if CODE != DENSE:
                 acc, up = add_step(
                     acc, up, weight, scales, x_rows, rows_n, APART, k, there, K, BLOCK_K, CODE, GROUP, UNIT, OUTPUTS,
-                    ZEROS, SIDES == 2,
+                    ZEROS, MINIMA, SIDES == 2,
                 )  # fmt: skip
             else:
                 at = k * BLOCK_K + column

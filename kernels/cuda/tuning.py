@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 from specrs.kernels.cuda import grouped_linear
+from specrs.kernels.cuda._codes import scales_dtype
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit
 from specrs.kernels.cuda.device import DeviceLimits
@@ -120,8 +121,9 @@ class Trial:
         features, size, dtype, scales = shape.sides * shape.n, shape.k, shape.dtype, None
         if shape.coding is not None:
             size, dtype = shape.k * shape.bits // 16, torch.int16
-            groups = -(-features // shape.coding.outputs), -(-shape.k // shape.coding.group)
-            scales = torch.ones(groups, dtype=torch.float32, device=device)
+            coding = shape.coding
+            groups = -(-features // coding.outputs), -(-shape.k // coding.block) * coding.words
+            scales = torch.ones(groups, dtype=scales_dtype(coding), device=device)
         sizes = scratch_sizes(self.config, rows, n=shape.n, sides=shape.sides)
         return Operands(
             torch.empty((rows, shape.k), dtype=shape.dtype, device=device),

@@ -73,6 +73,8 @@ CODINGS = {
     "int4 zeros": (Coding("int4", 64, zeros=True), 6, 192),
     "int4 outputs": (Coding("int4", 64, zeros=True), 6, 64),
     "mxfp4": (Coding("mxfp4", 32), 18, 192),
+    "q4_1": (Coding("int4", 32, minima="pairs"), 6, 128),
+    "q4_k": (Coding("int4", 32, minima="blocks"), 6, 256),
 }
 
 

@@ -4,6 +4,7 @@ instruction at a time."""
 import itertools
 import math
 import re
+import struct
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ def random_quantized(coding: Coding, out: int, size: int, seed: int = 0) -> Quan
     values = torch.randint(0, 1 << coding.bits, (out, size), generator=generator, dtype=torch.uint8)
     if coding.kind == "fp8":
         values[values & 127 == 127] = 0  # not numbers
+    if coding.minima:
+        return QuantizedWeight.of(values, random_words(coding, out, size, generator), coding)
     shape = (-(-out // coding.outputs), -(-size // coding.group))
     if coding.kind == "mxfp4":
         scales = torch.randint(115, 132, shape, generator=generator, dtype=torch.uint8)
@@ -38,6 +41,31 @@ def random_quantized(coding: Coding, out: int, size: int, seed: int = 0) -> Quan
         zeros = torch.randint(0, 16, shape, generator=generator, dtype=torch.int32)
         scales = (scales.view(torch.int32) & -16 | zeros).view(torch.float32)
     return QuantizedWeight.of(values, scales, coding)
+
+
+def random_words(coding: Coding, out: int, size: int, generator: torch.Generator) -> Tensor:
+    """Return int32 words of random scales and minima, with every factor that a byte holds."""
+    halves = torch.rand(out, size // coding.block, 2, generator=generator).half() + 2**-6
+    halves[::3] *= -1
+    words = halves.view(torch.int32)
+    if coding.minima == "blocks":
+        factors = torch.randint(-128, 128, (out, size // 256, 256 // coding.group, 2), generator=generator)
+        factors = factors.to(torch.int8).view(out, size // 256, -1).contiguous()
+        words = torch.cat((words, factors.view(torch.int32)), 2)
+    return words.reshape(out, -1)
+
+
+def scale_and_minimum(weight: QuantizedWeight, n: int, k: int) -> tuple[float, float]:
+    """Read the scale and the minimum of one weight from its bytes, by the definition of `Coding.minima`."""
+    coding = weight.coding
+    data = weight.scales[n].numpy().tobytes()
+    if coding.minima == "pairs":
+        scale, least = struct.unpack_from("<2e", data, k // coding.group * 4)
+        return scale, least
+    start = k // 256 * (4 + 2 * 256 // coding.group)
+    scale, least = struct.unpack_from("<2e", data, start)
+    factors = struct.unpack_from("<2b", data, start + 4 + k % 256 // coding.group * 2)
+    return scale * factors[0], least * factors[1]
 
 
 def e2m1(code: int) -> float:
@@ -59,6 +87,11 @@ def numbers(weight: QuantizedWeight) -> Tensor:
         if coding.kind == "mxfp4":
             made[n, k] = e2m1(code) * 2.0 ** (int(weight.scales[n, k // coding.group]) - 127)
             continue
+        if coding.minima:
+            scale, least = scale_and_minimum(weight, n, k)
+            code -= 256 * (coding.kind == "int8" and code > 127)
+            made[n, k] = scale * code - least
+            continue
         bits = int(weight.scales[n // coding.outputs, k // coding.group].view(torch.int32))
         if coding.kind == "fp8":
             value = float(E4M3[code])
@@ -71,11 +104,24 @@ def numbers(weight: QuantizedWeight) -> Tensor:
     return made
 
 
-def bound(x: Tensor, exact: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Bound the error of products of x with `exact` `[out, in]`. Each has at most as many fp32 roundings as inputs, and
-    two for its scale (Higham 2002, section 3.1). The sum is rounded once."""
-    u, steps = 2**-24, x.shape[1] + 2
-    sums = x.double().abs() @ exact.abs().t()
+def sizes_of(weight: QuantizedWeight) -> Tensor:
+    """Return, for each weight, the sum of the sizes of what products add up: of code times scale, and of the
+    minimum."""
+    exact = numbers(weight)
+    if not weight.coding.minima:
+        return exact.abs()
+    out, size = weight.shape
+    minima = [[scale_and_minimum(weight, n, k)[1] for k in range(size)] for n in range(out)]
+    least = torch.tensor(minima, dtype=torch.float64)
+    return (exact + least).abs() + least.abs()
+
+
+def bound(x: Tensor, exact: Tensor, sizes: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Bound the error of products of x with `exact` `[out, in]`, whose terms have these `sizes`. Each has at most as
+    many fp32 roundings as inputs, and three for its scale and minimum (Higham 2002, section 3.1). The sum is rounded
+    once."""
+    u, steps = 2**-24, x.shape[1] + 3
+    sums = x.double().abs() @ sizes.t()
     return sums * steps * u / (1 - steps * u) + (x.double() @ exact.t()).abs() * torch.finfo(out_dtype).eps / 2 + 1e-30
 
 
@@ -92,6 +138,11 @@ CODINGS = {
     "mxfp4-one-unit": (Coding("mxfp4", 32), 18, 128),
     "int4-zeros": (Coding("int4", 64, zeros=True), 20, 192),
     "int4-channel-zeros": (Coding("int4", 64, zeros=True), 20, 64),
+    "q4_1": (Coding("int4", 32, minima="pairs"), 20, 192),
+    "q5_1": (Coding("int8", 32, minima="pairs"), 18, 64),
+    "q4_k": (Coding("int4", 32, minima="blocks"), 20, 512),
+    "q5_k": (Coding("int8", 32, minima="blocks"), 18, 256),
+    "q2_k": (Coding("int4", 16, minima="blocks"), 18, 256),
 }
 
 
@@ -103,7 +154,7 @@ def test_products_with_quantized_weights(name: str, gated: bool) -> None:
     if gated and coding.outputs > 1:
         out = 2 * coding.outputs  # of each half
     weight = random_quantized(coding, out * (1 + gated), size)
-    exact = numbers(weight)
+    exact, sizes = numbers(weight), sizes_of(weight)
     assert torch.equal(weight.dequantized(), exact)
     generator = torch.Generator().manual_seed(1)
     unit = coding.unit(size)
@@ -113,15 +164,15 @@ def test_products_with_quantized_weights(name: str, gated: bool) -> None:
         x = torch.randn(3, size, generator=generator).to(dtype)
         y = torch.full((3, out), math.nan)
         config = LinearConfig(16, block_k, programs, 4, 1)
-        sizes = scratch_sizes(config, 3, n=out, sides=1 + gated)
-        scratch = torch.full((sizes[0],), math.nan), torch.zeros(sizes[1], dtype=torch.int32)
+        partials, counters = scratch_sizes(config, 3, n=out, sides=1 + gated)
+        scratch = torch.full((partials,), math.nan), torch.zeros(counters, dtype=torch.int32)
         product = Product(weight.codes, gated=gated, coding=coding, scales=weight.scales)
         skinny_linear(x, product, y, scratch, config.as_list(), False)
         if not gated:
-            assert ((y.double() - x.double() @ exact.t()).abs() <= bound(x, exact, y.dtype)).all()
+            assert ((y.double() - x.double() @ exact.t()).abs() <= bound(x, exact, sizes, y.dtype)).all()
             continue
         gate, up = (x.double() @ half.t() for half in exact.chunk(2))
-        off, off_up = (bound(x, half, torch.float32) for half in exact.chunk(2))
+        off, off_up = (bound(x, *halves, torch.float32) for halves in zip(exact.chunk(2), sizes.chunk(2), strict=True))
         # silu has a slope of at most 1.1, and an error of its own.
         allowed = 1.1 * off * up.abs() + gate.abs() * off_up + 1.1 * off * off_up + (gate * up).abs() * 2**-20
         assert ((y.double() - torch.nn.functional.silu(gate) * up).abs() <= allowed).all()
@@ -209,6 +260,12 @@ def test_what_no_kernel_reads() -> None:
         (Coding("int4", 32), 160, None),
         (Coding("int4", 96), 384, None),
         (Coding("int8", 160), 160, 32),
+        (Coding("int4", 32, minima="blocks"), 5120, 128),
+        (Coding("int4", 32, minima="blocks"), 128, None),
+        (Coding("int8", 16, minima="blocks"), 256, 32),
+        (Coding("int4", 16, minima="blocks"), 256, 64),
+        (Coding("int4", 32, minima="pairs"), 64, 64),
+        (Coding("int8", 32, minima="pairs"), 32, None),
     ):
         assert coding.unit(size) == unit
 

@@ -148,7 +148,9 @@ def test_trials_of_experts_launch_what_passes_do() -> None:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("coding", [None, Coding("fp8", 32, outputs=32), Coding("int4", 64, zeros=True)])
+@pytest.mark.parametrize(
+    "coding", [None, Coding("fp8", 32, outputs=32), Coding("int4", 64, zeros=True), Coding("int8", 32, minima="pairs")]
+)
 def test_trials_are_products_of_random_operands(coding: Coding | None) -> None:
     shape = LinearShape(48, 64, torch.float32, gated=True, coding=coding)
     trial = Trial.of(shape, LinearConfig(16, 64, 2, 4, 2), 3, INTERPRETER)
