@@ -30,6 +30,7 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, UnsupportedConfigError
+from specrs.kernels.coding import Coding
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
 from specrs.models.native_decoder import NativeDecoder
@@ -356,12 +357,11 @@ def test_q4_k_is_for_inputs_that_make_super_blocks(tmp_path: Path, caplog: pytes
         numbers = torch.from_numpy(numbers_of(native))
         assert torch.equal(getattr(made.weights.layers[i], name).dequantized().double(), numbers)
         weight = getattr(quantized[i], name)
-        assert isinstance(weight, QuantizedWeight) == (name == "o")
-        assert torch.equal(weight.dequantized() if name == "o" else weight.weight, numbers)
-    assert [codes.quantized_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.o_proj", "mlp.up_proj")] == [
-        8,
-        None,
-    ]
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.coding == (Coding("int8", 32) if name == "o" else Coding("int4", 32, minima="blocks"))
+        assert torch.equal(weight.dequantized().float(), numbers.float())
+    names = ("self_attn.o_proj", "mlp.up_proj")
+    assert [codes.quantized_bits(f"model.layers.0.{name}.weight") for name in names] == [8, 4]
 
 
 def test_what_a_gpu_cannot_group_is_rejected_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from specrs.models.gguf.file import open_gguf
 from specrs.models.gguf.tokenizer import gguf_tokenizer
 from specrs.models.gguf.types import TYPES
 from specrs.models.loader import load_config
-from specrs.models.quantization.grouped import E2M1, Scaled8
+from specrs.models.quantization.grouped import E2M1, Grouped, Scaled8, WithMinima
 from specrs.models.stored import StackedWeight
 from specrs.models.torch_loader import load_model
 from specrs.tokenizer import Tokenizer, check_same_tokenizer, shared_ids
@@ -39,6 +39,7 @@ from models.harness import Feeder
 
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 GROUPED = ("Q8_0", "Q5_0", "Q3_K", "Q6_K", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4")
+WITH_MINIMA = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"hidden": 256, "intermediate": 512, "head_dim": 64, "kv_heads": 2, "layers": 1}
@@ -115,9 +116,10 @@ def test_logits_are_those_of_the_package_s_numbers(kind: str, wide: Path, tmp_pa
         assert {part.dtype for part in weight.parts} == {BFLOAT16 if halved else FLOAT32}
 
 
-@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("kind", [*GROUPED, *WITH_MINIMA])
 def test_integers_are_the_package_s_numbers(kind: str, wide: Path, tmp_path: Path) -> None:
-    """Check that integers times scales, which GPU kernels read, equal the weights that the package gguf dequantizes."""
+    """Check that integers times scales, less minima, which GPU kernels read, equal the weights that the package gguf
+    dequantizes."""
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
     checkpoint = GGUFCheckpoint(path)
     for name in load_file(wide / "model.safetensors"):
@@ -129,6 +131,7 @@ def test_integers_are_the_package_s_numbers(kind: str, wide: Path, tmp_path: Pat
         grouped = grouped.grouped() if isinstance(grouped, E2M1) else grouped
         expected = dequantized(path, gguf_name(name)).numpy()
         expected = expected if order is None else expected[order]
+        assert isinstance(grouped, WithMinima if kind in WITH_MINIMA else Grouped)
         assert np.array_equal(grouped.numbers(), expected)
         assert np.array_equal(checkpoint.mapped(name), expected)
 

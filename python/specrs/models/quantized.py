@@ -3,12 +3,13 @@ ranks."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from specrs.kernels.coding import LEAST_GROUP, Coding
 from specrs.kernels.quantized_weight import IN, OUT, QuantizedWeight
 from specrs.models.config import ModelConfig
-from specrs.models.quantization.grouped import E2M1, Grouped, Raw, Scaled8
+from specrs.models.quantization.grouped import E2M1, Grouped, Raw, Scaled8, WithMinima
 from specrs.models.shards import Shard
 from specrs.models.torch_arrays import to_torch
 
@@ -19,6 +20,8 @@ def quantized_weight(raw: Raw | None) -> QuantizedWeight | None:
         return None
     if isinstance(raw, Scaled8):
         return _of_fp8(raw)
+    if isinstance(raw, WithMinima):
+        return _with_minima(raw)
     return _of_mxfp4(raw) if isinstance(raw, E2M1) else _of_integers(raw)
 
 
@@ -56,6 +59,19 @@ def _of_mxfp4(raw: E2M1) -> QuantizedWeight | None:
     if coding.unit(raw.codes.shape[1]) is None:
         return _of_integers(raw.grouped())
     return QuantizedWeight.of(to_torch(raw.codes), to_torch(raw.exponents), coding)
+
+
+def _with_minima(raw: WithMinima) -> QuantizedWeight | None:
+    (out, size), blocks = raw.values.shape, raw.scales.shape[1]
+    halves = np.stack((raw.scales, raw.minima), axis=-1).view(np.int32)
+    words, group, minima = halves, size // blocks, "pairs"
+    if raw.factors is not None:
+        factors = np.ascontiguousarray(raw.factors).reshape(out, blocks, -1).view(np.int32)
+        words, group, minima = np.concatenate((halves, factors), axis=-1), size // raw.factors.shape[1], "blocks"
+    coding = Coding("int4" if raw.bits == 4 else "int8", group, minima=minima)
+    if coding.unit(size) is None:
+        return None
+    return QuantizedWeight.of(to_torch(raw.values).view(torch.uint8), to_torch(words.reshape(out, -1)), coding)
 
 
 def _of_integers(raw: Grouped) -> QuantizedWeight | None:

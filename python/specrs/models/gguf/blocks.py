@@ -1,4 +1,5 @@
-"""GGML types whose weights are a code times a scale: splits their blocks into codes and scales.
+"""GGML types whose weights are a code times a scale, perhaps less a minimum: splits their blocks into codes, scales and
+minima.
 
 The package `gguf` dequantizes the other types. Tests compare its numbers with those of this module.
 """
@@ -10,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from specrs.arrays import FLOAT16, FLOAT32, Array
-from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT, Grouped
+from specrs.kernels.coding import Coding
+from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT, Grouped, WithMinima
 
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 """Value of each 4-bit code of IQ4_NL and IQ4_XS."""
@@ -132,6 +134,76 @@ def mxfp4(blocks: Array) -> Grouped:
     return Grouped(grouped.values, scales)
 
 
+def _fp16(bytes_of: Array) -> Array:
+    """Return fp16 numbers from their bytes `[.., 2]`: float16 `[..]`."""
+    found: Array = np.ascontiguousarray(bytes_of).view(FLOAT16)[..., 0]
+    return found
+
+
+def q4_1(blocks: Array) -> WithMinima:
+    """Split Q4_1 blocks: 32 numbers in 20 bytes, which are an fp16 scale, an fp16 number that is added, and 4-bit codes
+    as in Q4_0."""
+    of = blocks.reshape(len(blocks), -1, 20)
+    return WithMinima(_nibbles(of[..., 4:]).reshape(len(blocks), -1), _fp16(of[..., :2]), -_fp16(of[..., 2:4]), 4)
+
+
+def q5_1(blocks: Array) -> WithMinima:
+    """Split Q5_1 blocks: 32 numbers in 24 bytes. These are an fp16 scale, an fp16 number that is added, and codes as in
+    Q5_0, but stored as they are."""
+    of = blocks.reshape(len(blocks), -1, 24)
+    high = np.unpackbits(of[..., 4:8], axis=-1, bitorder="little").astype(np.int8)
+    values = _nibbles(of[..., 8:]) | high << 4
+    return WithMinima(values.reshape(len(blocks), -1), _fp16(of[..., :2]), -_fp16(of[..., 2:4]), 8)
+
+
+def _factors(packed: Array) -> Array:
+    """Return the 8 pairs of 6-bit factors in the 12 bytes `[.., 12]` of Q4_K and Q5_K: int8 `[.., 8, 2]`.
+
+    Bytes 0 to 3 have the scales' factors of groups 0 to 3 in their lower six bits, bytes 4 to 7 those of the minima.
+    Byte 8 + i has the lower halves for group 4 + i: the scale's, then the minimum's. Their upper two bits are the
+    highest of bytes i and 4 + i.
+    """
+    scale, least, lower = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = np.concatenate((scale & 63, lower & 15 | scale >> 6 << 4), axis=-1)
+    minima = np.concatenate((least & 63, lower >> 4 | least >> 6 << 4), axis=-1)
+    return np.stack((scales, minima), axis=-1).astype(np.int8)
+
+
+def _with_factors(values: Array, halves: Array, bits: int, factors: Array) -> WithMinima:
+    """Return codes `[out, blocks, ..]` of super-blocks, with the bytes `[out, blocks, 4]` of their fp16 scales and
+    minima, and factors `[out, blocks, groups, 2]`."""
+    out, scales, minima = len(values), _fp16(halves[..., :2]), _fp16(halves[..., 2:])
+    return WithMinima(values.reshape(out, -1), scales, minima, bits, factors.reshape(out, -1, 2))
+
+
+def q4_k(blocks: Array) -> WithMinima:
+    """Split Q4_K blocks: 256 numbers in 144 bytes. These are an fp16 scale and an fp16 minimum, 12 bytes of factors for
+    8 groups, and 4-bit codes, 64 numbers at a time: the lower halves of 32 bytes, then their upper halves."""
+    of = blocks.reshape(len(blocks), -1, 144)
+    values = _nibbles(of[..., 16:].reshape(*of.shape[:2], 4, 32))
+    return _with_factors(values, of[..., :4], 4, _factors(of[..., 4:16]))
+
+
+def q5_k(blocks: Array) -> WithMinima:
+    """Split Q5_K blocks: 256 numbers in 176 bytes. These are scales, minima and factors as in Q4_K, 32 bytes with the
+    fifth bits of codes, and their lower halves as in Q4_K. Bit i of byte j has that of number 32 i + j."""
+    of = blocks.reshape(len(blocks), -1, 176)
+    high = np.unpackbits(of[..., 16:48, None], axis=-1, bitorder="little").swapaxes(-1, -2).astype(np.int8)
+    low = _nibbles(of[..., 48:].reshape(*of.shape[:2], 4, 32)).reshape(*of.shape[:2], 8, 32)
+    return _with_factors(low | high << 4, of[..., :4], 8, _factors(of[..., 4:16]))
+
+
+def q2_k(blocks: Array) -> WithMinima:
+    """Split Q2_K blocks: 256 numbers in 84 bytes. These are 16 bytes with factors for groups of 16 numbers, the scale's
+    in lower halves, 64 bytes of 2-bit codes, an fp16 scale and an fp16 minimum. Number 32 i + j of the first or second
+    128 is in bits 2 i of byte j of the first or second 32."""
+    of = blocks.reshape(len(blocks), -1, 84)
+    codes = of[..., 16:80].reshape(*of.shape[:2], 2, 1, 32)
+    values = np.concatenate([codes >> shift & 3 for shift in (0, 2, 4, 6)], axis=-2).astype(np.int8)
+    factors = np.stack((of[..., :16] & 15, of[..., :16] >> 4), axis=-1).astype(np.int8)
+    return _with_factors(values, of[..., 80:], 4, factors)
+
+
 GROUPED: dict[str, Callable[[Array], Grouped]] = {
     "Q8_0": q8_0,
     "Q4_0": q4_0,
@@ -142,7 +214,7 @@ GROUPED: dict[str, Callable[[Array], Grouped]] = {
     "IQ4_XS": iq4_xs,
     "MXFP4": mxfp4,
 }
-"""For each GGML type that this module reads, the function that splits its blocks."""
+"""For each GGML type without minima that this module reads, the function that splits its blocks."""
 CODINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "Q8_0": (("int8",), 32),
     "Q4_0": (("int4", "int8"), 32),
@@ -153,5 +225,13 @@ CODINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "IQ4_XS": (("int8",), 32),
     "MXFP4": (("mxfp4", "int8"), 32),
 }
-"""For each GGML type that this module reads, the kinds of `Coding` that can hold its weights, and the number of inputs
-in a group."""
+"""For each GGML type without minima that this module reads, the kinds of `Coding` that can hold its weights, and the
+number of inputs in a group."""
+WITH_MINIMA: dict[str, tuple[Callable[[Array], WithMinima], Coding]] = {
+    "Q4_1": (q4_1, Coding("int4", 32, minima="pairs")),
+    "Q5_1": (q5_1, Coding("int8", 32, minima="pairs")),
+    "Q2_K": (q2_k, Coding("int4", 16, minima="blocks")),
+    "Q4_K": (q4_k, Coding("int4", 32, minima="blocks")),
+    "Q5_K": (q5_k, Coding("int8", 32, minima="blocks")),
+}
+"""For each GGML type with minima, the function that splits its blocks, and the `Coding` that holds its weights."""

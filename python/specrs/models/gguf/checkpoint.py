@@ -16,7 +16,7 @@ from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.models.checkpoint import check_tensors
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.gguf.architectures import architecture_of
-from specrs.models.gguf.blocks import CODINGS, GROUPED, e2m1
+from specrs.models.gguf.blocks import CODINGS, GROUPED, WITH_MINIMA, e2m1
 from specrs.models.gguf.config import raw_config
 from specrs.models.gguf.file import GGUFFile, TensorInfo, dequantize, open_gguf
 from specrs.models.gguf.names import places
@@ -200,8 +200,12 @@ class GGUFCheckpoint(QuantizedTensors):
     def quantized_bits(self, name: str) -> int | None:
         """Return the bits per weight, at most, that GPU kernels read of the matrix `name`. None if they read the
         dequantized matrix."""
-        kinds, group = CODINGS.get(self._info(name).kind, ((), 32))
-        return bits_of(kinds, group, self._places[name].shape[1])
+        kind, size = self._info(name).kind, self._places[name].shape[1]
+        if kind in WITH_MINIMA:
+            coding = WITH_MINIMA[kind][1]
+            return coding.bits if coding.unit(size) else None
+        kinds, group = CODINGS.get(kind, ((), 32))
+        return bits_of(kinds, group, size)
 
     def packed_bits(self, name: str) -> float:
         """Return the bits per weight of the tensor's type."""
@@ -209,14 +213,19 @@ class GGUFCheckpoint(QuantizedTensors):
         return 8 * num_bytes / numbers
 
     def raw(self, name: str) -> Raw | None:
-        """Return the codes and scales of `name`; None for types that are no code times a scale.
+        """Return the codes, scales and minima of `name`; None for types that no class of `Raw` holds.
 
         Raises CheckpointError for a scale that is not finite.
         """
         kind, rows = self._info(name).kind, self._rows(name)
-        if kind not in GROUPED:
+        if kind not in GROUPED and kind not in WITH_MINIMA:
             return None
         order = self._places[name].rows
+        if kind in WITH_MINIMA:
+            made = WITH_MINIMA[kind][0](self.file.blocks(self._places[name].name)[rows])
+            if not (np.isfinite(made.scales).all() and np.isfinite(made.minima).all()):
+                self.file.numbers(self._places[name].name, rows)  # raises, and says where
+            return made if order is None else made.in_order(order)
         if kind == "MXFP4":
             codes = e2m1(self.file.blocks(self._places[name].name)[rows])
             if (codes.exponents > LARGEST_EXPONENT).any():

@@ -14,7 +14,7 @@ import numpy as np
 from specrs.arrays import BFLOAT16, FLOAT32, Array, aligned, bits, converted
 from specrs.core import InvalidBufferError, PackedMatrix, quantize_q4_k, quantize_weight
 from specrs.errors import CheckpointError
-from specrs.models.gguf.blocks import GROUPED
+from specrs.models.gguf.blocks import GROUPED, WITH_MINIMA
 from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.fp8 import quantized
 from specrs.models.quantization.grouped import PACKED_UNIT, Grouped, Raw, Scaled8
@@ -143,13 +143,11 @@ class BlocksAtLoad(QuantizedAtLoad):
         hold."""
         return PackedMatrix(*self._blocks(name))
 
-    def raw(self, name: str) -> Grouped | None:
-        """Return the integers and scales of a projection. None for Q4_K, whose blocks also have minima. Raises
-        CheckpointError for weights that fp16 scales cannot hold."""
-        if block_type(self._asked, self._tensors.mapped(name).shape[1]) not in GROUPED:
-            return None
+    def raw(self, name: str) -> Raw:
+        """Return the integers and scales of a projection, and the minima of Q4_K. Raises CheckpointError for weights
+        that fp16 scales cannot hold."""
         kind, blocks = self._blocks(name)
-        return GROUPED[kind](blocks)
+        return WITH_MINIMA[kind][0](blocks) if kind in WITH_MINIMA else GROUPED[kind](blocks)
 
     def quantized_bits(self, name: str) -> int | None:
         """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
@@ -214,8 +212,10 @@ def bits_at_load(quantization: str, size: int) -> int | None:
     if quantization == "int4":
         return bits_of(("int4", "int8"), int4_group(size), size)
     if quantization.upper() in _RANGES:
-        kinds = {"Q8_0": ("int8",), "Q4_0": ("int4", "int8")}.get(block_type(quantization, size), ())
-        return bits_of(kinds, PACKED_UNIT, size)
+        kind = block_type(quantization, size)
+        if kind == "Q4_K":
+            return WITH_MINIMA[kind][1].bits
+        return bits_of(("int8",) if kind == "Q8_0" else ("int4", "int8"), PACKED_UNIT, size)
     return bits_of((quantization,), 0, size)
 
 

@@ -104,7 +104,44 @@ class E2M1:
         return Grouped(FP4[self.codes], np.ldexp(np.float32(1), self.exponents.astype(np.int32) - 128))
 
 
-Raw: TypeAlias = Grouped | Scaled8 | E2M1
+@dataclass(frozen=True, slots=True)
+class WithMinima:
+    """A matrix `[out, in]` of codes with a scale and a minimum for each group of inputs, in blocks of equal size.
+
+    Weight [o, i] is `values[o, i]` times the scale of its group, less the group's minimum.
+    """
+
+    values: Array
+    """int8 `[out, in]`."""
+    scales: Array
+    """float16 `[out, blocks]`."""
+    minima: Array
+    """float16 `[out, blocks]`."""
+    bits: int
+    """Number of bits in which a GPU holds a code: 4 for codes from 0 to 15, else 8."""
+    factors: Array | None = None
+    """int8 `[out, groups, 2]`. A group's scale is that of its block times the first factor, its minimum that of the
+    block times the second. None: blocks are groups."""
+
+    def numbers(self) -> Array:
+        """Return the dequantized matrix, `[out, in]` float32, each difference rounded once."""
+        (out, size), blocks = self.values.shape, self.scales.shape[1]
+        with np.errstate(all="ignore"):  # the caller reports scales that are not finite
+            scales, minima = self.scales.astype(FLOAT32)[..., None], self.minima.astype(FLOAT32)[..., None]
+            if self.factors is not None:
+                factors = self.factors.reshape(out, blocks, -1, 2)
+                scales, minima = scales * factors[..., 0], minima * factors[..., 1]
+            values = self.values.reshape(*scales.shape, -1)
+            made: Array = values * scales[..., None] - minima[..., None]
+        return made.reshape(out, size)
+
+    def in_order(self, order: Array) -> WithMinima:
+        """Return the matrix with the outputs `order`."""
+        factors = None if self.factors is None else self.factors[order]
+        return WithMinima(self.values[order], self.scales[order], self.minima[order], self.bits, factors)
+
+
+Raw: TypeAlias = Grouped | Scaled8 | E2M1 | WithMinima
 """Codes and scales of a quantized matrix, as files hold them."""
 
 
