@@ -51,6 +51,7 @@ def write_gguf(
     architecture: str | None = None,
     tensors_in_a_part: int = 0,
     extra: dict[str, np.ndarray] | None = None,
+    kinds: dict[str, str] | None = None,
     **fields: Any,
 ) -> Path:
     """Write the checkpoint at `source` as a GGUF file. Matrices have the type `kind`; norms, routers and biases have
@@ -59,7 +60,8 @@ def write_gguf(
     `architecture` is the file's name for the family, if there are several. With `tensors_in_a_part` the model is in
     several files of as many tensors, and the first one is returned.
 
-    `extra` are more tensors, by their names in the file.
+    `extra` are more tensors, by their names in the file. `kinds` are the types of matrices whose names in the file
+    contain a key.
 
     `replaced` and `fields` replace metadata: in `fields` a key's dots are double underscores. None leaves a key out.
     """
@@ -76,7 +78,8 @@ def write_gguf(
     added = [] if extra is None else list(extra.items())
     for name, array in [*file_tensors(config, family, load_file(source / "model.safetensors")), *added]:
         packed = array.ndim > 1 and not name.endswith(PLAIN)
-        given = gguf.GGMLQuantizationType[kind if packed else plain]
+        own = next((other for part, other in (kinds or {}).items() if part in name), kind)
+        given = gguf.GGMLQuantizationType[own if packed else plain]
         drawn = given.name not in WRITTEN
         data = draw_blocks(given.name, array.shape, rng) if drawn else gguf.quants.quantize(array, given)
         writer.add_tensor(name, data, raw_dtype=given)

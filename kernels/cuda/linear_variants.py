@@ -146,8 +146,11 @@ def _variants() -> tuple[Variant, ...]:
             ("q4_1", Coding("int4", 32, minima="pairs")),
             ("q4_k", Coding("int4", 32, minima="blocks")),
             ("q5_k", Coding("int8", 32, minima="blocks")),
+            ("q4_k_and_q6_k", Coding("int8", 16, minima="blocks")),
         ):
             shape = LinearShape(25600, 5120, torch.bfloat16, gated=True, coding=coding)
+            if name == "q4_k_and_q6_k":  # of q, k and v alone
+                shape = LinearShape(10240, 5120, torch.bfloat16, coding=coding)
             label = f"skinny_linear_quantized_{name}_bf16_rows64_{size.name}"
             variants.append(variant(label, shape, size, rows=64, operands=normed))
     for size in SIZES:

@@ -121,6 +121,22 @@ def test_gguf_files(kind: str, wide: Path, tmp_path: Path) -> None:
     assert torch.equal(weights.lm_head.weight, exact.lm_head.dequantized().bfloat16())
 
 
+@pytest.mark.parametrize("kind", ["Q6_K", "Q5_K", "Q3_K", "Q8_0"])
+def test_projections_of_several_types(kind: str, wide: Path, tmp_path: Path) -> None:
+    """Check a file whose v has another type than q and k, as in Q4_K_M: they stay quantized together with the numbers
+    of the file if both types have super-blocks. Otherwise they are dequantized."""
+    path = write_gguf(wide, tmp_path / "model.gguf", "Q4_K", kinds={"attn_v": kind})
+    (layer,), (numbers,) = load(path).weights.layers, load_model(path, dtype="float64").weights.layers
+    expected = numbers.qkv.dequantized()
+    if kind == "Q8_0":
+        assert isinstance(layer.qkv, DenseWeight)
+        assert torch.equal(layer.qkv.weight, expected.bfloat16())
+        return
+    assert isinstance(layer.qkv, QuantizedWeight)
+    assert layer.qkv.coding == Coding("int8", 32 if kind == "Q5_K" else 16, minima="blocks")
+    assert torch.equal(layer.qkv.dequantized().float(), expected.float())
+
+
 def test_the_bits_of_gguf_files(wide: Path, tmp_path: Path) -> None:
     """Check that the bits per weight that are compared with a GPU's free memory are those that the loader keeps."""
     for kind, coding in CODED.items():

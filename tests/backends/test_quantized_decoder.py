@@ -23,7 +23,7 @@ from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.linear import DenseWeight
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
-from specrs.models.quantization.at_load import IntegersAtLoad
+from specrs.models.quantization.at_load import IntegersAtLoad, quantized_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.shards import Shard
 from specrs.models.torch_decoder import TorchDecoder
@@ -82,7 +82,7 @@ def test_quantized_weights(folder: Path, name: str, monkeypatch: pytest.MonkeyPa
     assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q4_1", "MXFP4"])
 def test_gguf_files(folder: Path, kind: str) -> None:
     """Check that blocks of a GGUF file become quantized weights, and that a pass over them is near that of the file's
     numbers in float64."""
@@ -300,6 +300,7 @@ EXPERTS = {
     "fp8 blocks": Coding("fp8", 32, outputs=32),
     "int4 at load": Coding("int4", 64),
     "int8 at load": Coding("int8", 64),
+    "q4_k at load": Coding("int4", 32, minima="blocks"),
     "mxfp4": Coding("mxfp4", 32),
     "fp8 blocks, shared": Coding("fp8", 32, outputs=32),
     "int4, shared at load": Coding("int4", 64),
@@ -319,7 +320,8 @@ def expert_files(folder: Path, name: str) -> tuple[Path, Path, str | None]:
         }
         return mxfp4(numbers, folder / "oss-mxfp4", config), numbers, None
     source, path = folder / f"{name}-experts", folder / f"{name}-experts-coded"
-    sizes: dict[str, Any] = {"hidden": 64, "head_dim": 32, "layers": 1, "vocab": 83, "moe_intermediate_size": 64}
+    size = 256 if name == "q4_k at load" else 64
+    sizes: dict[str, Any] = {"hidden": size, "head_dim": 32, "layers": 1, "vocab": 83, "moe_intermediate_size": size}
     if "shared" in name:
         sizes |= {"layer_types": ["full_attention"], "shared_expert_intermediate_size": 96}
     make_checkpoint(source, "qwen3_5_moe_text" if "shared" in name else "qwen3_moe", **sizes)
@@ -340,7 +342,7 @@ def test_experts_of_codes(folder: Path, name: str) -> None:
     path, numbers, at_load = expert_files(folder, name)
     config, checkpoint = open_checkpoint(path, None, "auto")
     if at_load:
-        checkpoint = IntegersAtLoad(checkpoint, at_load)
+        checkpoint = quantized_at_load(checkpoint, at_load)
     assert isinstance(checkpoint, QuantizedTensors)
     weights = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load()
     (layer,) = weights.layers

@@ -31,6 +31,8 @@ def random_quantized(coding: Coding, out: int, size: int, seed: int = 0) -> Quan
     if coding.kind == "fp8":
         values[values & 127 == 127] = 0  # not numbers
     if coding.minima:
+        if coding.kind == "int8":  # six bits, the most that files have
+            values = (values.view(torch.int8) >> 2).view(torch.uint8)
         return QuantizedWeight.of(values, random_words(coding, out, size, generator), coding)
     shape = (-(-out // coding.outputs), -(-size // coding.group))
     if coding.kind == "mxfp4":
@@ -143,6 +145,7 @@ CODINGS = {
     "q4_k": (Coding("int4", 32, minima="blocks"), 20, 512),
     "q5_k": (Coding("int8", 32, minima="blocks"), 18, 256),
     "q2_k": (Coding("int4", 16, minima="blocks"), 18, 256),
+    "q4_k-and-q6_k": (Coding("int8", 16, minima="blocks"), 18, 256),
 }
 
 

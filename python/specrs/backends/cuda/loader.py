@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.backends.model_source import ModelSource
@@ -22,6 +24,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts, ExpertWeights, SharedWeights
 from specrs.models.experts import Experts
 from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.quantization.grouped import WithMinima
 from specrs.models.quantized import quantized_weight, shard_codes
 from specrs.models.shards import Shard
 from specrs.models.torch_arrays import TORCH_DTYPES
@@ -103,11 +106,19 @@ class QuantizedLoader(Loader):
         return weights
 
     def linear(self, names: list[str], *, bias: bool) -> Weight:
-        """Return the projections `names`, which share an input, as one: quantized if the kernels read all of them."""
-        quantized = [self.quantized(f"{name}.weight") for name in names]
-        parts = [part.to(self.device) for part in quantized if part is not None]
+        """Return the projections `names`, which share an input, as one: quantized if the kernels read all of them.
+
+        Files like Q4_K_M have some of them in other super-blocks than the others. All then get codes of 8 bits.
+        """
         biases = torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None
-        fused = fuse(parts, biases) if len(parts) == len(names) else None
+        fused = self._fused([self.quantized(f"{name}.weight") for name in names], biases)
+        if fused is None:
+            blocks = [made for name in names if (made := self._super_blocks(name)) is not None]
+            if len(blocks) == len(names):
+                group = min(made.group for made in blocks)
+                wide = [quantized_weight(made.widened(group)) for made in blocks]
+                named = zip(names, wide, strict=True)
+                fused = self._fused([self._own_part(f"{name}.weight", whole) for name, whole in named], biases)
         if fused is None:
             return super().linear(names, bias=bias)
         self.num_codes, self.code_bytes = self.num_codes + 1, self.code_bytes + fused.num_bytes
@@ -157,7 +168,19 @@ class QuantizedLoader(Loader):
             parts.append(part.to(self.device))
         return fuse(parts)
 
+    def _fused(self, quantized: Sequence[QuantizedWeight | None], biases: Tensor | None) -> QuantizedWeight | None:
+        """Return weights that share an input as one on the device. None if one is None or their codings differ."""
+        parts = [part.to(self.device) for part in quantized if part is not None]
+        return fuse(parts, biases) if len(parts) == len(quantized) else None
+
+    def _super_blocks(self, name: str) -> WithMinima | None:
+        weight = f"{name}.weight"
+        return self.codes.super_blocks(weight) if self.codes.is_quantized(weight) else None
+
     def quantized(self, name: str) -> QuantizedWeight | None:
         """Return the part of a quantized weight that this rank holds. None: it has to be dequantized."""
-        whole = quantized_weight(self.codes.raw(name)) if self.codes.is_quantized(name) else None
+        return self._own_part(name, quantized_weight(self.codes.raw(name)) if self.codes.is_quantized(name) else None)
+
+    def _own_part(self, name: str, whole: QuantizedWeight | None) -> QuantizedWeight | None:
+        """Return this rank's part of the weight `name`. None if `whole` is None, or if no kernel reads the part."""
         return whole if whole is None or self.shard is None else shard_codes(self.shard, name, whole, self.config)

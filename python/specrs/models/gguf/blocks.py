@@ -18,10 +18,15 @@ IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69,
 """Value of each 4-bit code of IQ4_NL and IQ4_XS."""
 
 
-def _halves(scales: Array) -> Array:
-    """Return fp16 numbers from their bytes `[.., 2]`: float32 `[..]`."""
-    found: Array = np.ascontiguousarray(scales).view(FLOAT16)[..., 0].astype(FLOAT32)
+def _fp16(halves: Array) -> Array:
+    """Return fp16 numbers from their bytes `[.., 2]`: float16 `[..]`."""
+    found: Array = np.ascontiguousarray(halves).view(FLOAT16)[..., 0]
     return found
+
+
+def _halves(halves: Array) -> Array:
+    """Return fp16 numbers from their bytes `[.., 2]`: float32 `[..]`."""
+    return _fp16(halves).astype(FLOAT32)
 
 
 def _signed(codes: Array) -> Array:
@@ -32,6 +37,20 @@ def _signed(codes: Array) -> Array:
 def _nibbles(packed: Array) -> Array:
     """Return the lower halves of bytes `[.., n]`, followed by their upper halves: int8 `[.., 2 n]`."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1).astype(np.int8)
+
+
+def _with_factors(values: Array, halves: Array, bits: int, factors: Array) -> WithMinima:
+    """Return codes `[out, blocks, ..]` of super-blocks, with the bytes `[out, blocks, 4]` of their fp16 scales and
+    minima, and factors `[out, blocks, groups, 2]`."""
+    out, scales, minima = len(values), _fp16(halves[..., :2]), _fp16(halves[..., 2:])
+    return WithMinima(values.reshape(out, -1), scales, minima, bits, factors.reshape(out, -1, 2))
+
+
+def _without_minima(values: Array, halves: Array, factors: Array) -> WithMinima:
+    """Return codes `[out, blocks, ..]` of super-blocks, with the bytes `[out, blocks, 2]` of their fp16 scales and int8
+    factors `[out, blocks, groups]`. Minima are 0."""
+    pairs = np.stack((factors, np.zeros_like(factors)), axis=-1)
+    return _with_factors(values, np.concatenate((halves, np.zeros_like(halves)), axis=-1), 8, pairs)
 
 
 def q8_0(blocks: Array) -> Grouped:
@@ -47,7 +66,7 @@ def q4_0(blocks: Array) -> Grouped:
     return Grouped((_nibbles(of[..., 2:]) - np.int8(8)).reshape(len(blocks), -1), _halves(of[..., :2]))
 
 
-def q6_k(blocks: Array) -> Grouped:
+def q6_k(blocks: Array) -> WithMinima:
     """Split Q6_K blocks: 256 numbers in 210 bytes. These are 128 bytes with lower halves of codes, 64 bytes with their
     two upper bits, 16 int8 scales, and an fp16 scale of the scales.
 
@@ -60,9 +79,7 @@ def q6_k(blocks: Array) -> Grouped:
     high = of[..., 128:192].reshape(*of.shape[:2], 2, 1, 32)
     high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-2)
     values = (low | high << 4).astype(np.int8) - np.int8(32)
-    with np.errstate(all="ignore"):  # scales that are not finite are the caller's to name
-        scales = _signed(of[..., 192:208]).astype(FLOAT32) * _halves(of[..., 208:])[..., None]
-    return Grouped(values.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
+    return _without_minima(values, of[..., 208:], _signed(of[..., 192:208]))
 
 
 def q5_0(blocks: Array) -> Grouped:
@@ -74,7 +91,7 @@ def q5_0(blocks: Array) -> Grouped:
     return Grouped(values.reshape(len(blocks), -1), _halves(of[..., :2]))
 
 
-def q3_k(blocks: Array) -> Grouped:
+def q3_k(blocks: Array) -> WithMinima:
     """Split Q3_K blocks: 256 numbers in 110 bytes. These are 32 bytes with the third bits of codes, 64 bytes with their
     two lower bits, 12 bytes with 16 scales of 6 bits, and an fp16 scale of the scales.
 
@@ -90,9 +107,7 @@ def q3_k(blocks: Array) -> Grouped:
     values = (low | high << 2).astype(np.int8) - np.int8(4)
     upper = np.concatenate([of[..., 104:108] >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1).astype(np.int8)
     own = (_nibbles(of[..., 96:104]) | upper << 4) - np.int8(32)
-    with np.errstate(all="ignore"):  # scales that are not finite are the caller's to name
-        scales = own.astype(FLOAT32) * _halves(of[..., 108:])[..., None]
-    return Grouped(values.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
+    return _without_minima(values, of[..., 108:], own)
 
 
 def iq4_nl(blocks: Array) -> Grouped:
@@ -102,7 +117,7 @@ def iq4_nl(blocks: Array) -> Grouped:
     return Grouped(IQ4[_nibbles(of[..., 2:])].reshape(len(blocks), -1), _halves(of[..., :2]))
 
 
-def iq4_xs(blocks: Array) -> Grouped:
+def iq4_xs(blocks: Array) -> WithMinima:
     """Split IQ4_XS blocks: 256 numbers in 136 bytes. These are an fp16 scale of the scales, 2 bytes with the two upper
     bits and 4 with the lower halves of 8 scales, and 4-bit indices into `IQ4`, 32 numbers at a time as in Q4_0. Scales
     are stored plus 32."""
@@ -111,10 +126,7 @@ def iq4_xs(blocks: Array) -> Grouped:
     upper = np.concatenate([of[..., 2:4, None] >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1).reshape(*shape, 8)
     lower = np.stack((of[..., 4:8] & 15, of[..., 4:8] >> 4), axis=-1).reshape(*shape, 8)
     own = (lower | upper << 4).astype(np.int8) - np.int8(32)
-    with np.errstate(all="ignore"):  # scales that are not finite are the caller's to name
-        scales = own.astype(FLOAT32) * _halves(of[..., :2])[..., None]
-    values = IQ4[_nibbles(of[..., 8:].reshape(*shape, 8, 16))]
-    return Grouped(values.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
+    return _without_minima(IQ4[_nibbles(of[..., 8:].reshape(*shape, 8, 16))], of[..., :2], own)
 
 
 def e2m1(blocks: Array) -> E2M1:
@@ -132,12 +144,6 @@ def mxfp4(blocks: Array) -> Grouped:
     grouped = made.grouped()
     scales = np.where(made.exponents > LARGEST_EXPONENT, np.float32(np.nan), grouped.scales)
     return Grouped(grouped.values, scales)
-
-
-def _fp16(bytes_of: Array) -> Array:
-    """Return fp16 numbers from their bytes `[.., 2]`: float16 `[..]`."""
-    found: Array = np.ascontiguousarray(bytes_of).view(FLOAT16)[..., 0]
-    return found
 
 
 def q4_1(blocks: Array) -> WithMinima:
@@ -167,13 +173,6 @@ def _factors(packed: Array) -> Array:
     scales = np.concatenate((scale & 63, lower & 15 | scale >> 6 << 4), axis=-1)
     minima = np.concatenate((least & 63, lower >> 4 | least >> 6 << 4), axis=-1)
     return np.stack((scales, minima), axis=-1).astype(np.int8)
-
-
-def _with_factors(values: Array, halves: Array, bits: int, factors: Array) -> WithMinima:
-    """Return codes `[out, blocks, ..]` of super-blocks, with the bytes `[out, blocks, 4]` of their fp16 scales and
-    minima, and factors `[out, blocks, groups, 2]`."""
-    out, scales, minima = len(values), _fp16(halves[..., :2]), _fp16(halves[..., 2:])
-    return WithMinima(values.reshape(out, -1), scales, minima, bits, factors.reshape(out, -1, 2))
 
 
 def q4_k(blocks: Array) -> WithMinima:
@@ -208,10 +207,10 @@ GROUPED: dict[str, Callable[[Array], Grouped]] = {
     "Q8_0": q8_0,
     "Q4_0": q4_0,
     "Q5_0": q5_0,
-    "Q3_K": q3_k,
-    "Q6_K": q6_k,
+    "Q3_K": lambda blocks: q3_k(blocks).grouped(),
+    "Q6_K": lambda blocks: q6_k(blocks).grouped(),
     "IQ4_NL": iq4_nl,
-    "IQ4_XS": iq4_xs,
+    "IQ4_XS": lambda blocks: iq4_xs(blocks).grouped(),
     "MXFP4": mxfp4,
 }
 """For each GGML type without minima that this module reads, the function that splits its blocks."""
@@ -235,3 +234,11 @@ WITH_MINIMA: dict[str, tuple[Callable[[Array], WithMinima], Coding]] = {
     "Q5_K": (q5_k, Coding("int8", 32, minima="blocks")),
 }
 """For each GGML type with minima, the function that splits its blocks, and the `Coding` that holds its weights."""
+SUPER_BLOCKS: dict[str, Callable[[Array], WithMinima]] = {
+    **{kind: split for kind, (split, coding) in WITH_MINIMA.items() if coding.minima == "blocks"},
+    "Q3_K": q3_k,
+    "Q6_K": q6_k,
+    "IQ4_XS": iq4_xs,
+}
+"""For each GGML type of super-blocks, the function that splits them. Matrices of several of these types can be brought
+into one `Coding` with minima."""

@@ -4,7 +4,7 @@ model."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.models.checkpoint import check_tensors
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.gguf.architectures import architecture_of
-from specrs.models.gguf.blocks import CODINGS, GROUPED, WITH_MINIMA, e2m1
+from specrs.models.gguf.blocks import CODINGS, GROUPED, SUPER_BLOCKS, WITH_MINIMA, e2m1
 from specrs.models.gguf.config import raw_config
 from specrs.models.gguf.file import GGUFFile, TensorInfo, dequantize, open_gguf
 from specrs.models.gguf.names import places
@@ -24,7 +24,7 @@ from specrs.models.gguf.splits import first_parts, part_names, whole_name
 from specrs.models.gguf.types import PLAIN
 from specrs.models.hub import hub_error
 from specrs.models.quantization.base import QuantizedTensors, bits_of
-from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT, Grouped, Raw
+from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT, Grouped, Raw, WithMinima
 from specrs.models.wrappers import is_of_mtp_head, log_mtp_head
 
 
@@ -222,10 +222,7 @@ class GGUFCheckpoint(QuantizedTensors):
             return None
         order = self._places[name].rows
         if kind in WITH_MINIMA:
-            made = WITH_MINIMA[kind][0](self.file.blocks(self._places[name].name)[rows])
-            if not (np.isfinite(made.scales).all() and np.isfinite(made.minima).all()):
-                self.file.numbers(self._places[name].name, rows)  # raises, and says where
-            return made if order is None else made.in_order(order)
+            return self._with_minima(name, WITH_MINIMA[kind][0])
         if kind == "MXFP4":
             codes = e2m1(self.file.blocks(self._places[name].name)[rows])
             if (codes.exponents > LARGEST_EXPONENT).any():
@@ -237,6 +234,19 @@ class GGUFCheckpoint(QuantizedTensors):
         if order is not None:
             grouped = Grouped(grouped.values[order], grouped.scales[order])
         return grouped
+
+    def super_blocks(self, name: str) -> WithMinima | None:
+        """Return the matrix `name` as super-blocks, whose minima may be 0; None for other types. Raises CheckpointError
+        for a scale that is not finite."""
+        kind = self._info(name).kind
+        return self._with_minima(name, SUPER_BLOCKS[kind]) if kind in SUPER_BLOCKS else None
+
+    def _with_minima(self, name: str, split: Callable[[Array], WithMinima]) -> WithMinima:
+        place, rows = self._places[name], self._rows(name)
+        made = split(self.file.blocks(place.name)[rows])
+        if not (np.isfinite(made.scales).all() and np.isfinite(made.minima).all()):
+            self.file.numbers(place.name, rows)  # raises, and says where
+        return made if place.rows is None else made.in_order(place.rows)
 
     def _info(self, name: str) -> TensorInfo:
         return self.file.tensors[self._places[name].name]

@@ -14,7 +14,7 @@ from specrs.arrays import FLOAT32, Array, converted
 from specrs.core import PackedMatrix
 from specrs.errors import CheckpointError
 from specrs.kernels.coding import LEAST_GROUP, Coding
-from specrs.models.quantization.grouped import Grouped, Raw
+from specrs.models.quantization.grouped import Grouped, Raw, WithMinima
 
 
 class QuantizedTensors(ABC):
@@ -56,6 +56,11 @@ class QuantizedTensors(ABC):
     def quantized_bits(self, name: str) -> int | None:
         """Return the bits per weight, at most, that GPU kernels read for a quantized tensor. None if they may have to
         read the dequantized matrix. Reads no tensor data."""
+
+    def super_blocks(self, name: str) -> WithMinima | None:
+        """Return a quantized matrix as super-blocks, whose minima may be 0. None if the checkpoint does not store it in
+        such blocks."""
+        return None
 
     def packed_bits(self, name: str) -> float:
         """Return the bits per weight that a quantized matrix takes at least once it is packed for native CPU passes.

@@ -3,7 +3,7 @@ file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -139,6 +139,25 @@ class WithMinima:
         """Return the matrix with the outputs `order`."""
         factors = None if self.factors is None else self.factors[order]
         return WithMinima(self.values[order], self.scales[order], self.minima[order], self.bits, factors)
+
+    @property
+    def group(self) -> int:
+        """Number of inputs of a group."""
+        groups: int = self.scales.shape[1] if self.factors is None else self.factors.shape[1]
+        return int(self.values.shape[1]) // groups
+
+    def widened(self, group: int) -> WithMinima:
+        """Return the same matrix with codes of 8 bits and, if it has factors, groups of `group` inputs, which must
+        divide its own."""
+        factors = None if self.factors is None else self.factors.repeat(self.group // group, axis=1)
+        return replace(self, bits=8, factors=factors)
+
+    def grouped(self) -> Grouped:
+        """Return the matrix as integers and scales. It must have factors, and no minima."""
+        assert self.factors is not None
+        each = self.factors.shape[1] // self.scales.shape[1]
+        with np.errstate(all="ignore"):  # scales that are not finite are the caller's to name
+            return Grouped(self.values, self.factors[..., 0] * self.scales.astype(FLOAT32).repeat(each, axis=1))
 
 
 Raw: TypeAlias = Grouped | Scaled8 | E2M1 | WithMinima
