@@ -30,10 +30,10 @@ WEIGHT_BITS: Mapping[str | None, float] = {
     "int4": 4.25,
     "q8_0": 9.0,
     "q4_0": 5.0,
-    "q4_k": 16.0,
+    "q4_k": 4.625,
 }
-"""Bits per weight by quantization, with a GPU's fp32 scales: INT4 has groups of 128 inputs, Q8_0 and Q4_0 of 32. On a
-GPU, Q4_K is dequantized."""
+"""Bits per weight by quantization, with a GPU's scales: fp32 numbers for groups of 128 inputs in INT4 and of 32 in Q8_0
+and Q4_0. Q4_K has 20 bytes per 256 inputs."""
 _FEW, _FEW_OF_DRAFT, _CODED, _MLP, _LOGITS = 64, 128, 256, 2048, 256
 """Maximum number of rows: for fused products (`_FEW`, of a draft `_FEW_OF_DRAFT`), for quantized weights that are read
 in place (`_CODED`), for one run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""

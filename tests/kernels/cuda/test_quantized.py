@@ -246,6 +246,15 @@ def test_fused_and_cut() -> None:
     assert fused.coding.outputs == 8, "16 outputs are whole blocks, so the scales of blocks stay"
     assert fuse([symmetric, random_quantized(Coding("int4", 64), 8, 128)]) is None
     assert fuse([parts[0], symmetric]) is None
+    for coding in (Coding("int4", 32, minima="blocks"), Coding("int8", 32, minima="pairs")):
+        minima = random_quantized(coding, 4, 512)
+        whole = minima.dequantized()
+        assert torch.equal(minima.shard(1, 1, 2).dequantized(), whole.chunk(2, 1)[1])
+        assert torch.equal(minima.shard(0, 1, 2).dequantized(), whole.chunk(2)[1])
+        assert fuse([minima, symmetric]) is None
+        assert fuse([minima, zeroed]) is None
+    with pytest.raises(ValueError, match="256 features are not world=2 shards of whole 256"):
+        random_quantized(Coding("int4", 32, minima="blocks"), 4, 256).shard(1, 0, 2)
     with pytest.raises(ValueError, match="64 features are not world=4 shards of whole 32"):
         parts[0].shard(1, 0, 4)
     row = random_quantized(Coding("int8", 192), 4, 192)
