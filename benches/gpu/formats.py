@@ -20,8 +20,9 @@ CODINGS: dict[str, Callable[[int], Coding]] = {
     "fp8_channel": lambda size: Coding("fp8", size),
     "int8_channel": lambda size: Coding("int8", size),
     "int4_group": lambda _: Coding("int4", 128, zeros=True),
+    "q4_k": lambda _: Coding("int4", 32, minima="blocks"),
 }
-"""Codings by name, with the groups of Qwen3-FP8, compressed-tensors by channel, W8A16 and AWQ."""
+"""Codings by name, with the groups of Qwen3-FP8, compressed-tensors by channel, W8A16, AWQ and GGUF's Q4_K."""
 K = min(5, MAX_K)
 ROWS = (1, 2, K + 1)
 
@@ -31,6 +32,12 @@ def random_codes(out: int, size: int, kind: str, device: torch.device) -> Quanti
     coding = CODINGS[kind](size)
     codes = torch.randint(-(2**15), 2**15, (out, size * coding.bits // 16), device=device)
     codes &= 0x7777 if coding.kind == "fp8" else -1
+    if coding.minima == "blocks":
+        blocks = size // coding.block
+        halves = (1e-5 * torch.rand(out, blocks, 2, device=device)).half().view(torch.int32)
+        factors = torch.randint(64, (out, blocks, 4 * (coding.words - 1)), dtype=torch.int8, device=device)
+        words = torch.cat((halves, factors.view(torch.int32)), 2).view(out, -1)
+        return QuantizedWeight(codes.to(torch.int16), words, coding)
     scales = torch.rand(-(-out // coding.outputs), -(-size // coding.group), device=device)
     return QuantizedWeight(codes.to(torch.int16), 1e-4 * scales, coding)
 

@@ -227,6 +227,54 @@ def factors_of(word, UPPER: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _scale_and_minimum(  # type: ignore[no-untyped-def]
+    scales, n, first, g: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, MINIMA: tl.constexpr
+):
+    """Return scale and minimum of group `g` of the unit of inputs from `first` on, fp32, for rows `n` of the weight."""
+    if MINIMA == PAIRS:
+        return halves_of(tl.load(scales + n * (K // GROUP) + first // GROUP + g))
+    WORDS: tl.constexpr = 1 + BLOCK_INPUTS // GROUP // 2
+    at = scales + n * (K // BLOCK_INPUTS * WORDS) + first // BLOCK_INPUTS * WORDS
+    scale, least = halves_of(tl.load(at))
+    # A unit has an even number of groups, so its first one is in lower bits.
+    pair = tl.load(at + 1 + first % BLOCK_INPUTS // GROUP // 2 + g // 2)
+    of_scale, of_least = factors_of(pair, g % 2 == 1)
+    return scale * of_scale, least * of_least
+
+
+@triton.jit
+def _subtract_minima(  # type: ignore[no-untyped-def]
+    acc,
+    up,
+    scales,
+    n,
+    second,
+    first,
+    v,
+    K: tl.constexpr,
+    EACH: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    MINIMA: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Subtract from the sums of a tile the minima of one unit of inputs times the sums of their groups' inputs.
+
+    A sum of inputs is a product with ones, so that its order is the same for any number of rows.
+    """
+    PARTS: tl.constexpr = EACH * GROUP // UNIT
+    ones = tl.full([n.shape[0], UNIT // EACH], 1, v[0].dtype)
+    for g in tl.static_range(UNIT // GROUP):
+        total = tl.zeros_like(acc)
+        for j in tl.static_range(PARTS):
+            total = tl.dot(ones, v[g * PARTS + j], total, input_precision="ieee")
+        acc -= total * _scale_and_minimum(scales, n, first, g, K, GROUP, MINIMA)[1][:, None]
+        if GATED:
+            up -= total * _scale_and_minimum(scales, n + second, first, g, K, GROUP, MINIMA)[1][:, None]
+    return acc, up
+
+
+@triton.jit
 def _add_unit(  # type: ignore[no-untyped-def]
     acc,
     weight,
@@ -244,11 +292,7 @@ def _add_unit(  # type: ignore[no-untyped-def]
     MINIMA: tl.constexpr,
 ):
     """Add the products of one unit of inputs, from `first` on, to `acc`, and return the sum. `v` has, for each code of
-    a word, the rows of x that it is multiplied with.
-
-    A minimum is multiplied with the sum of its group's inputs. That sum is a product with ones, so that its order is
-    the same for any number of rows. The compiler computes it once for both sides of a tile.
-    """
+    a word, the rows of x that it is multiplied with. Minima are left to `_subtract_minima`."""
     EACH: tl.constexpr = 4 if (CODE == INT4) | (CODE == MXFP4) else 2
     ROW: tl.constexpr = K // EACH
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -256,25 +300,11 @@ def _add_unit(  # type: ignore[no-untyped-def]
     # Where a scale is that of all inputs it is left to the end.
     at = scales + n // OUTPUTS * GROUPS + (first // GROUP if GROUPS > 1 else 0)
     zero = tl.full(n.shape, 0 if MINIMA else 8, tl.int32)
-    if MINIMA == BLOCKS:
-        WORDS: tl.constexpr = 1 + BLOCK_INPUTS // GROUP // 2
-        at = scales + n * (K // BLOCK_INPUTS * WORDS) + first // BLOCK_INPUTS * WORDS
-        of_block, least_of_block = halves_of(tl.load(at))
-        # A unit has an even number of groups, so its first one is in lower bits.
-        at += 1 + first % BLOCK_INPUTS // GROUP // 2
-    if MINIMA:
-        ones = tl.full(words.shape, 1, v[0].dtype)
     SCALES: tl.constexpr = (UNIT + GROUP - 1) // GROUP if GROUPS > 1 else 1
     for g in tl.static_range(SCALES):
         # Of a unit of several groups those parts that are in this one: their codes less its zero points.
-        if MINIMA == BLOCKS:
-            if g % 2 == 0:
-                pairs = tl.load(at + g // 2)
-            scale, least = factors_of(pairs, g % 2 == 1)
-            scale *= of_block
-            least *= least_of_block
-        elif MINIMA == PAIRS:
-            scale, least = halves_of(tl.load(at + g))
+        if MINIMA:
+            scale = _scale_and_minimum(scales, n, first, g, K, GROUP, MINIMA)[0]
         elif (GROUPS > 1) | ZEROS:
             scale = tl.load(at + g)
         if ZEROS:
@@ -295,11 +325,6 @@ def _add_unit(  # type: ignore[no-untyped-def]
             acc += sums * scale_of(scale, ZEROS)[:, None]
         else:
             acc = sums
-        if MINIMA:
-            total = tl.zeros_like(acc)
-            for j in tl.static_range(EACH // SCALES):
-                total = tl.dot(ones, v[g * (EACH // SCALES) + j], total, input_precision="ieee")
-            acc -= total * least[:, None]
     return acc
 
 
@@ -356,6 +381,8 @@ def add_step(  # type: ignore[no-untyped-def]
         acc = _add_unit(acc, weight, scales, n, word, first, v, K, CODE, GROUP, UNIT, OUTPUTS, ZEROS, MINIMA)
         if GATED:
             up = _add_unit(up, weight, scales, n + second, word, first, v, K, CODE, GROUP, UNIT, OUTPUTS, ZEROS, MINIMA)
+        if MINIMA:
+            acc, up = _subtract_minima(acc, up, scales, n, second, first, v, K, EACH, GROUP, UNIT, MINIMA, GATED)
     return acc, up
 
 

@@ -81,7 +81,7 @@ def test_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4", "q4_k"])
 def test_quantized_weights(quantization: str, dtype: str, tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", seed=1, **SHAPE)
     draft = perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2)
