@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from specrs.backends.weights import Weights
-from specrs.kernels.coding import Coding
+from specrs.kernels.coding import SUPER_BLOCK, Coding
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.torch_decoder import TorchDecoder
 
@@ -20,9 +20,10 @@ CODINGS: dict[str, Callable[[int], Coding]] = {
     "fp8_channel": lambda size: Coding("fp8", size),
     "int8_channel": lambda size: Coding("int8", size),
     "int4_group": lambda _: Coding("int4", 128, zeros=True),
-    "q4_k": lambda _: Coding("int4", 32, minima="blocks"),
+    "q4_k": lambda size: Coding("int4", 32, minima="pairs" if size % SUPER_BLOCK else "blocks"),
 }
-"""Codings by name, with the groups of Qwen3-FP8, compressed-tensors by channel, W8A16, AWQ and GGUF's Q4_K."""
+"""Codings by name, with the groups of Qwen3-FP8, compressed-tensors by channel, W8A16, AWQ and GGUF's Q4_K. A trial's
+matrices are too small for blocks of Q4_K."""
 K = min(5, MAX_K)
 ROWS = (1, 2, K + 1)
 
@@ -32,11 +33,11 @@ def random_codes(out: int, size: int, kind: str, device: torch.device) -> Quanti
     coding = CODINGS[kind](size)
     codes = torch.randint(-(2**15), 2**15, (out, size * coding.bits // 16), device=device)
     codes &= 0x7777 if coding.kind == "fp8" else -1
-    if coding.minima == "blocks":
+    if coding.minima:
         blocks = size // coding.block
         halves = (1e-5 * torch.rand(out, blocks, 2, device=device)).half().view(torch.int32)
-        factors = torch.randint(64, (out, blocks, 4 * (coding.words - 1)), dtype=torch.int8, device=device)
-        words = torch.cat((halves, factors.view(torch.int32)), 2).view(out, -1)
+        factors = torch.randint(2**31, (out, blocks, coding.words - 1), device=device) & 0x3F3F3F3F
+        words = torch.cat((halves, factors.to(torch.int32)), 2).view(out, -1)
         return QuantizedWeight(codes.to(torch.int16), words, coding)
     scales = torch.rand(-(-out // coding.outputs), -(-size // coding.group), device=device)
     return QuantizedWeight(codes.to(torch.int16), 1e-4 * scales, coding)

@@ -12,6 +12,7 @@ from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.shapes import LogitsMode, Shape
 from specrs.kernels.coding import Coding
+from specrs.kernels.cuda._codes import scales_dtype
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.linear import Weight
 from specrs.kernels.quantized_weight import QuantizedWeight
@@ -133,7 +134,7 @@ def test_rows_in_fp8_take_a_kernel_a_product(coding: Coding, capability: int, tm
     with FakeTensorMode():
         weights = fake_decoder(target, torch.bfloat16).weights
         names = ("qkv", "o", "gate_up", "down")
-        layers = [replace(w, **{name: fp8(getattr(w, name), coding) for name in names}) for w in weights.layers]
+        layers = [replace(w, **{name: quantized(getattr(w, name), coding) for name in names}) for w in weights.layers]
         weights = with_fp8_rows(replace(weights, layers=tuple(layers)))
         model = CudaDecoder.allocate(weights, max_rows=128, max_seqs=BATCH)
         limits = DeviceLimits("", capability, 132, 99 * 1024)
@@ -151,11 +152,35 @@ def test_rows_in_fp8_take_a_kernel_a_product(coding: Coding, capability: int, tm
         assert ops.count("specrs::scaled_linear") == 4 * LAYERS * wide
 
 
-def fp8(w: Weight, coding: Coding) -> QuantizedWeight:
-    """Return `w` in FP8, of empty tensors."""
-    (out, size), group = w.shape, coding.group
-    codes = torch.empty((out, size // 2), dtype=torch.int16, device=CUDA)
-    return QuantizedWeight(codes, torch.empty((-(-out // coding.outputs), -(-size // group)), device=CUDA), coding)
+def test_minima_take_no_kernel(tmp_path: Path) -> None:
+    """Check that passes with weights in Q4_K have the kernels of passes with weights in Q4_0, for few rows, for rows
+    that read the weights twice, and for more, whose weights are dequantized."""
+    shape = {"hidden": 256, "intermediate": 512, "kv_heads": 2, "group": 1, "head_dim": 128}
+    target = make_checkpoint(tmp_path, "qwen3", vocab=97, layers=LAYERS, **shape)
+    names, found = ("qkv", "o", "gate_up", "down"), []
+    for coding in (Coding("int4", 32), Coding("int4", 32, minima="blocks")):
+        with FakeTensorMode():
+            weights = fake_decoder(target, torch.bfloat16).weights
+            layers = [
+                replace(w, **{name: quantized(getattr(w, name), coding) for name in names}) for w in weights.layers
+            ]
+            model = CudaDecoder.allocate(replace(weights, layers=tuple(layers)), max_rows=320, max_seqs=BATCH)
+            cache = model.allocate_cache(20, 16)
+            for rows in (6, 128, 320):
+                inputs = inputs_of(rows)
+                with torch.inference_mode(), Watch() as watch:
+                    model.forward(inputs, cache)
+                found.append([op for op in watch.ops if op.startswith("specrs::")])
+    assert found[:3] == found[3:]
+    assert [ops.count("specrs::dequantize") for ops in found[:3]] == [0, 0, 4 * LAYERS]
+
+
+def quantized(w: Weight, coding: Coding) -> QuantizedWeight:
+    """Return `w` in `coding`, of empty tensors."""
+    out, size = w.shape
+    codes = torch.empty((out, size * coding.bits // 16), dtype=torch.int16, device=CUDA)
+    scales = -(-out // coding.outputs), -(-size // coding.block) * coding.words
+    return QuantizedWeight(codes, torch.empty(scales, dtype=scales_dtype(coding), device=CUDA), coding)
 
 
 def inputs_of(rows: int) -> PassInputs:
