@@ -302,8 +302,8 @@ def _llama3(source: Mapping[str, Any], name: str) -> Llama3Scaling:
         high_freq_factor=number(source, "high_freq_factor"),
         original_max_position_embeddings=size(source, _LENGTH),
     )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        allowed = f"greater than low_freq_factor={scaling.low_freq_factor}"
+    if scaling.high_freq_factor < scaling.low_freq_factor:
+        allowed = f"at least low_freq_factor={scaling.low_freq_factor}"
         raise malformed(f"{name}.high_freq_factor", scaling.high_freq_factor, allowed)
     return scaling
 
