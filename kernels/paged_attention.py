@@ -41,6 +41,12 @@ def window(size: int) -> Visibility:
     return Visibility(size, lambda row, column: column > row - size)
 
 
+def chunk(size: int) -> Visibility:
+    """Return a restriction to the positions of a row's own chunk. Chunks have `size` positions, and the first begins at
+    position 0."""
+    return Visibility(size, lambda row, column: column >= row - row % size)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Requests attended in one call: G requests, padded to R rows and C columns."""

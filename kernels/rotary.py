@@ -1,4 +1,4 @@
-"""Rotary position embedding in plain torch, in the half-split layout of transformers, and factors of queries by
+"""Rotary position embedding in plain torch, of halves of a head or of neighbouring features, and factors of queries by
 position. Keeps no table of positions."""
 
 from typing import Any
@@ -53,6 +53,20 @@ def apply_rotary_(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """
     swapped = x.roll(x.shape[-1] // 2, -1)
     return x.mul_(cos).addcmul_(swapped, signed_sin)
+
+
+def apply_interleaved_rotary_(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate neighbouring features of `x` `[N, heads, head_dim]` in place and return it. `cos` and `signed_sin` are as
+    in `apply_rotary_`.
+
+        x_{2i}    <-  x_{2i} cos(a_i) - x_{2i+1} sin(a_i)         a_i = position * f_i,  i < D/2
+        x_{2i+1}  <-  x_{2i+1} cos(a_i) + x_{2i} sin(a_i)
+    """
+    half = x.shape[-1] // 2
+    pairs = x.view(*x.shape[:-1], half, 2).transpose(-1, -2)
+    swapped = pairs.flip(-2)
+    pairs.mul_(cos.view(-1, 1, 2, half)).addcmul_(swapped, signed_sin.view(-1, 1, 2, half))
+    return x
 
 
 def query_factors(positions: Tensor, beta: float, length: int, dtype: torch.dtype) -> Tensor:

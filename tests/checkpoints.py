@@ -40,6 +40,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # A limit that gates and values of small models reach.
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 0.7},
     "gemma3_text": {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+    # Layers with and without RoPE and experts. Queries of the latter grow from position 6 on.
+    "llama4_text": {
+        "num_local_experts": 5,
+        "intermediate_size_mlp": 64,
+        "attention_chunk_size": 9,
+        "no_rope_layer_interval": 2,
+        "interleave_moe_layer_step": 2,
+        "floor_scale": 7,
+        "attn_scale": 0.6,
+    },
 }
 """For each family, transformers' `model_type` and the config fields of a small test model, which has layers of each
 kind and multipliers other than 1."""

@@ -19,6 +19,7 @@ FILE_NAMES = {
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "llama4_text": "llama4",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
     "olmo3": "olmo2",
@@ -32,7 +33,14 @@ PERMUTED = ("llama", "mistral3", "granite", "smollm3")
 SHIFTED = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 """Architectures whose GGUF files store norm weights with 1 added, except those of delta nets."""
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
-ROUTERS = ("mlp.gate", "mlp.shared_expert_gate", "mlp.router", "block_sparse_moe.gate", "router.proj")
+ROUTERS = (
+    "mlp.gate",
+    "feed_forward.router",
+    "mlp.shared_expert_gate",
+    "mlp.router",
+    "block_sparse_moe.gate",
+    "router.proj",
+)
 
 
 def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, Any]:
@@ -65,8 +73,11 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         del fields["feed_forward_length"]
     if architecture in ("qwen3moe", "qwen35moe", "qwen3next"):
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
-    if architecture == "gpt-oss":
+    if architecture in ("gpt-oss", "llama4"):
         fields["expert_feed_forward_length"] = config["intermediate_size"]
+    if architecture == "llama4":
+        fields["feed_forward_length"] = config["intermediate_size_mlp"]
+        fields["interleave_moe_layer_step"] = config["interleave_moe_layer_step"]
     if architecture in ("gpt-oss", "gemma3", "phi3"):
         fields["attention.sliding_window"] = config["sliding_window"] or 0
     if architecture == "olmo2" and config.get("sliding_window"):
@@ -253,6 +264,10 @@ def _parts(
         yield f"{name.removesuffix('router.per_expert_scale')}experts.down_proj.scale", numbers
     elif architecture == "gemma4" and not name.endswith(".weight"):
         yield f"{name}.weight", numbers
+    elif architecture == "llama4" and ".experts." in name:
+        halves = numbers.transpose(1, 2).chunk(2, 1) if "gate_up" in name else (numbers.transpose(1, 2),)
+        for part, half in zip(("gate", "up") if "gate_up" in name else ("down",), halves, strict=True):
+            yield f"{name.rsplit('.', 1)[0]}.{part}_proj.weight", half
     elif architecture != "gpt-oss":
         yield name, numbers
     elif name.endswith("sinks"):
@@ -319,9 +334,9 @@ def rounded(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 
     made = {}
     for name, tensor in tensors.items():
-        # Inputs come first in gpt-oss, and last in Gemma 4, whose experts are no part of an `mlp`.
+        # Inputs come first in gpt-oss and Llama 4, and last in Gemma 4, whose experts are no part of an `mlp`.
         stacked = tensor.ndim == 3 and not name.endswith(("conv1d.weight", "conv.conv.weight"))
-        if stacked and ".mlp.experts." not in name:
+        if stacked and ".mlp.experts." not in name and ".feed_forward.experts." not in name:
             made[name] = numbers(tensor)
         elif stacked:
             made[name] = numbers(tensor.transpose(1, 2)).transpose(1, 2).contiguous()

@@ -36,7 +36,8 @@ def generate_all(model: Any, prompts: list[list[int]], max_new_tokens: int) -> l
     """Return greedy continuations of several prompts in one batch, in an eighth of the time of `generate` for each.
 
     Prompts are padded on the left and padding is masked: in a family of `checkpoints.FAMILIES` a text is the one that
-    its prompt gets alone, except where rounding decides between two tokens. (Gemma 2's text changes with padding.)
+    its prompt gets alone, except where rounding decides between two tokens. (Texts of Gemma 2 and Llama 4 change with
+    padding.)
     Nothing stops before `max_new_tokens`.
     """
     longest = max(map(len, prompts))

@@ -1870,7 +1870,7 @@ class CpuWeights:
         assistant: Mapping[str, object] | None = None,
         rotations: tuple[list[tuple[list[float], float]], list[int | None]] | None = None,
         multipliers: tuple[float, float, float] | None = None,
-        query_scaling: tuple[float, int] | None = None,
+        query_scaling: tuple[float, int, int, bool] | None = None,
         windows: list[int | None] | None = None,
         activation: str = "silu",
         clamped_swiglu: tuple[float, float] | None = None,
@@ -1884,6 +1884,8 @@ class CpuWeights:
         | None = None,
         softcap: float | None = None,
         target_ids: list[int] | None = None,
+        chunked: bool = False,
+        interleaved_rope: bool = False,
     ) -> CpuWeights:
         """Make the weights of a decoder or a head; sizes by the names of config.json.
 
@@ -1899,9 +1901,10 @@ class CpuWeights:
                 query head, with a value of zero, or None, or not there; the projections `qkv` (all heads of q, then k,
                 then v), `o`, `gate_up`, `down`. In place of the last two `experts` may be a mapping: the
                 projections `router` (hidden_size to the experts) and of each expert `gate_up` and `down`; `per_token`,
-                how many a row is sent to; `normalized`: their weights add up to 1. All such layers have the same sizes.
-                `shared`, or None, or not there, is an expert that every row uses: projections `gate` (to one number,
-                whose sigmoid multiplies its output), `gate_up` and `down`.
+                how many a row is sent to; `normalized`: their weights add up to 1; `weighs_input`, or not there: their
+                weights are sigmoids and multiply their inputs. All such layers have the same sizes. `shared`, or None,
+                or not there, is an expert that every row uses: projections `gate` (to one number, whose sigmoid
+                multiplies its output; None, or not there, if it is added as it is), `gate_up` and `down`.
                 `scales`, or None, or not there, are factors of a router that reads the residual stream, normed without
                 a weight: of its input `[hidden_size]`, and of the weights of chosen experts. `norms`, or None, or not
                 there, make `gate_up` and `down` of the layer an MLP next to the experts: norms of its output, of the
@@ -1946,8 +1949,8 @@ class CpuWeights:
                 for each layer which of them it has, or None. None: `frequencies` in all layers.
             multipliers: of embeddings, of what attention and MLP add to the residual stream, and of attention scores.
                 None: 1, 1 and 1 / sqrt(head_dim).
-            query_scaling: beta and length of the factor of queries, `1 + beta ln(1 + floor(position / length))`. None:
-                it is 1.
+            query_scaling: beta, length and offset of the factor of queries, `1 + beta ln(1 + floor((position + offset)
+                / length))`, and whether only layers that are not rotated have it. None: it is 1.
             windows: for each layer how many positions a row attends, its own among them and the last; None: all.
             activation: of the MLP's gate, `silu` or `gelu_pytorch_tanh`.
             clamped_swiglu: in place of it alpha and limit of `g sigmoid(alpha g) (u + 1)`, the gate g at most limit and
@@ -1959,6 +1962,8 @@ class CpuWeights:
             softcap: number c for which logits x become `c tanh(x / c)`. None: logits stay as they are.
             target_ids: ids that the outputs of `lm_head` are for, ascending, for a draft model that drafts some ids
                 only. None: it has an output for each id. Not with `head`, `mtp` or `assistant`.
+            chunked: a row's window ends where its chunk begins. Chunks are as long as the window.
+            interleaved_rope: neighbouring features of a head are rotated against each other, in place of its halves.
 
         Raises:
             InvalidConfigError: a size is negative, or `activation` has another name.

@@ -292,12 +292,17 @@ def test_a_hit_begins_with_a_snapshot(folder: Path) -> None:
 
 
 def test_models_that_the_kernels_do_not_serve(folder: Path, tmp_path: Path) -> None:
-    """Check that models with features that the kernels lack are rejected: short convolutions, and delta nets with too
-    large heads."""
+    """Check that models with features that the kernels lack are rejected: short convolutions, RoPE of neighbouring
+    features, and delta nets with too large heads."""
     conv = make_checkpoint(tmp_path / "lfm2", "lfm2")
     source = ModelSource.of_target(EngineConfig(model=str(conv), dtype="float32"))
     with pytest.raises(UnsupportedModelError, match="on a GPU, a model without short convolutions"):
         source.types(CUDA_DTYPES)
+    for experts in (None, []):
+        turned = make_checkpoint(tmp_path / f"llama4 {experts}", "llama4_text", moe_layers=experts)
+        source = ModelSource.of_target(EngineConfig(model=str(turned), dtype="float32"))
+        with pytest.raises(UnsupportedModelError, match="on a GPU, a model whose RoPE rotates halves of a head"):
+            source.types(CUDA_DTYPES)
     assert ModelSource.of_target(config_of(folder, None)).types(CUDA_DTYPES).dtype == "float32"
     net = load_config(paths(folder)[0]).delta
     assert net is not None

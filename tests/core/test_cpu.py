@@ -64,7 +64,7 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
         "^residual multiplier=NaN: must be a finite number above 0$",
     ),
     "a query scaling without a length": (
-        {"query_scaling": (0.1, 0)},
+        {"query_scaling": (0.1, 0, 0, False)},
         "^query_scaling's length=0: must be at least 1$",
     ),
     "a layer's norm": (

@@ -75,6 +75,8 @@ def drawn_rope(draw: st.DrawFn, family: str, dim: int) -> dict[str, Any]:
 def drawn_windows(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
     """Draw the fields with which the family declares windows."""
     kind, window = BY_TYPE[family].windows, draw(st.sampled_from([2, 5, 13, 40]))
+    if kind == "chunks":
+        return {"attention_chunk_size": window, "floor_scale": draw(st.sampled_from([3, 64]))}
     if kind is None or (kind not in ("pattern", "alternating") and draw(st.booleans())):
         return {"sliding_window": None} if kind == "all" else {}
     fields: dict[str, Any] = {"sliding_window": window}
@@ -99,6 +101,9 @@ def drawn_experts(draw: st.DrawFn, family: str, layers: int, *, grouped: bool) -
         fields["decoder_sparse_step"] = draw(st.integers(1, 2))
         fields["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=1))
         fields["norm_topk_prob"] = draw(st.booleans())
+    if known.listed_layers:
+        fields["interleave_moe_layer_step"] = draw(st.integers(1, 2))
+        fields["intermediate_size_mlp"] = 32 if grouped else draw(st.integers(7, 40))
     return fields
 
 

@@ -21,7 +21,7 @@ TEXTS = ["def add(a, b):\n", "import os, sys\n\nclass Stack:"]
 IDS = [[5, 7, 11, 13, 5, 7, 11, 13, 5, 7], [17, 3]]
 FAMILIES = (
     "qwen3", "llama", "qwen2", "mistral", "olmo2", "phi3", "granite", "smollm3", "qwen3_moe", "mixtral", "gpt_oss",
-    "gemma3_text", "ministral3",
+    "gemma3_text", "ministral3", "llama4_text",
 )  # fmt: skip
 K = 3
 

@@ -58,6 +58,13 @@ _LLAMA3 = {
     "rope_type": "llama3",
 }
 _BIASES = {"attention_bias": False, "mlp_bias": False}
+_LLAMA4: dict[str, Any] = {
+    "_attn_implementation_autoset": True, "attention_bias": False, "attention_chunk_size": 8192,
+    "attention_dropout": 0.0, "bos_token_id": 200000, "eos_token_id": [200001, 200007, 200008],
+    "for_llm_compressor": False, "head_dim": 128, "intermediate_size_mlp": 16384, "no_rope_layers": [1, 1, 1, 0] * 12,
+    "num_experts_per_tok": 1, "output_router_logits": False, "pad_token_id": 200018, "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+}  # fmt: skip
 _OLD_LLAMA = {"bos_token_id": 1, "eos_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None}
 _NEW_LLAMA = {**_BIASES, "attention_dropout": 0.0, "bos_token_id": 128000, "pretraining_tp": 1, "rms_norm_eps": 1e-05}
 _MISTRAL = {"bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-05, "tie_word_embeddings": False}
@@ -160,6 +167,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                               "rope_theta": 100000000.0, "rope_type": "yarn", "type": "yarn"},
              sliding_window=None, tie_word_embeddings=False, transformers_version="5.0.0.dev0"),
         23_572_403_200,
+    ),
+    "Llama-4-Scout-17B-16E-Instruct, its text model": (
+        _raw("Llama4ForCausalLM", "llama4_text", (202048, 5120, 8192, 48, 40, 8, 10485760), **_LLAMA4,
+             interleave_moe_layer_step=1, num_local_experts=16, use_qk_norm=True,
+             rope_scaling={"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                           "original_max_position_embeddings": 8192, "rope_type": "llama3"}),
+        107_769_861_120,
+    ),
+    "Llama-4-Maverick-17B-128E-Instruct, its text model": (
+        _raw("Llama4ForCausalLM", "llama4_text", (202048, 5120, 8192, 48, 40, 8, 1048576), **_LLAMA4,
+             interleave_moe_layer_step=2, num_local_experts=128, use_qk_norm=False, rope_scaling=None),
+        400_711_848_960,
     ),
     "Qwen2-7B-Instruct": (
         _raw("Qwen2ForCausalLM", "qwen2", (152064, 3584, 18944, 28, 28, 4, 32768), **_QWEN, max_window_layers=28,

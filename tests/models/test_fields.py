@@ -23,6 +23,7 @@ from specrs.models import config as config_module
 from specrs.models import delta_net as delta_module
 from specrs.models import experts as experts_module
 from specrs.models import layers as layers_module
+from specrs.models import query_scaling as scaling_module
 from specrs.models import registry as registry_module
 from specrs.models import rope as rope_module
 from specrs.models import short_conv as conv_module
@@ -43,6 +44,7 @@ READ = {
         delta_module,
         experts_module,
         layers_module,
+        scaling_module,
         registry_module,
         rope_module,
         varied_module,
@@ -125,7 +127,7 @@ VALUES: dict[str, list[Any]] = {
     "partial_rotary_factor": [0.5, 1.0],
     "original_max_position_embeddings": [4, 64],
     "is_causal": [True, False],
-    "attention_chunk_size": [3],
+    "attention_chunk_size": [1, 3, None, 600],
     "sliding_window": [None, 3, 512],
     "use_sliding_window": [True, False],
     "max_window_layers": [0, 1],
@@ -201,6 +203,14 @@ VALUES |= {
     "block_auto_adjust_ff_dim": [True, False, None],
     "tie_embedding": [True, False, None],
     "block_use_swiglu": [False],
+}
+VALUES |= {
+    "attn_temperature_tuning": [True, False, None, 4],
+    "attn_scale": [0, 0.7, -1],
+    "floor_scale": [1, 3, 0],
+    "intermediate_size_mlp": [8, 16, None],
+    "interleave_moe_layer_step": [1, 2, 0],
+    "moe_layers": [None, [], [0], [0, 5], "0"],
 }
 VALUES["no_rope_layers"] += [[1], [0, 1], [2], None]
 VALUES["layer_types"] += [["sliding_attention", "full_attention"], ["full_attention", "conv"], ["conv"]]
@@ -334,9 +344,10 @@ def compare(folder: Path, mutated: dict[str, Any], absent: str | None) -> bool:
     if expected is None:
         return False
     logits, text = expected
-    # The eager attention of transformers takes its softmax in fp32; its Gemma and gpt-oss have norms' weights in it.
-    fp32_norms = model.config.architecture.startswith(("Gemma", "GptOss"))
-    atol = 1e-5 if "attn_implementation" in mutated or fp32_norms else 1e-11
+    # The eager attention of transformers takes its softmax in fp32. Its Gemma and gpt-oss have norms' weights in it,
+    # and its Llama 4 rotates in it.
+    in_fp32 = model.config.architecture.startswith(("Gemma", "GptOss", "Llama4"))
+    atol = 1e-5 if "attn_implementation" in mutated or in_fp32 else 1e-11
     torch.testing.assert_close(Feeder(model).feed_chunks(IDS, [len(IDS)]), logits, rtol=0, atol=atol)
     whole = Feeder(model).feed_chunks([*IDS, *text], [len(IDS) + len(text)])
     assert whole[len(IDS) - 1 : -1].argmax(dim=-1).tolist() == text

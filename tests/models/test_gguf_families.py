@@ -39,6 +39,12 @@ OLMO_ROPE = {
     "full_attention": YARN_ROPE | {"attention_factor": 1.25},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
+SCOUT_ROPE = LLAMA3_ROPE | {
+    "rope_theta": 500000.0,
+    "factor": 16.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
 PHI_ROPE = LONG_ROPE | {
     "partial_rotary_factor": 0.75,
     "short_factor": [1 + i / 4 for i in range(18)],
@@ -66,6 +72,22 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", None, {"moe_intermediate_size": 64}),
     "mixtral": ("mixtral", None, {}),
     "lfm2": ("lfm2", None, {"layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "llama4": (
+        "llama4_text",
+        None,
+        {
+            "layers": 4,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "max_position_embeddings": 20000,
+            "intermediate_size_mlp": 96,
+            "rope_parameters": SCOUT_ROPE,
+            "seed": 1,
+            "tie": False,
+        },
+    ),
     "gpt-oss": ("gpt_oss", None, {"swiglu_limit": 7.0, "rope_parameters": GPT_OSS_ROPE, "tie": False}),
 }
 """transformers' `model_type`, the file's name for it, and how the checkpoint differs from the usual small one."""
@@ -233,6 +255,9 @@ def test_a_file_with_an_attention_factor_of_its_own(source: Callable[[str], Path
         ("mistral3", {"rope__scaling__original_context_length": None}, r"original_context_length is missing"),
         ("mistral", {"vocab_size": 401}, r"llama\.vocab_size=401: not implemented; allowed: 400"),
         ("mistral", {"attention__sliding_window": 9}, r"sliding_window=9: not implemented; allowed: 0"),
+        ("llama4", {"attention__sliding_window": 9}, r"sliding_window=9: not implemented; allowed: 8192"),
+        ("llama4", {"expert_gating_func": 1}, r"expert_gating_func=1: not implemented; allowed: 2, which is the sigm"),
+        ("llama4", {"interleave_moe_layer_step": None}, r"llama4\.interleave_moe_layer_step is missing"),
         ("olmo2", {"attention__sliding_window": 9.5}, r"olmo2\.attention\.sliding_window=9\.5"),
         ("olmo2", {"rope__freq_base_swa": 7.0}, r"rope\.freq_base_swa=7\.0: not implemented; allowed: 10000\.0"),
         (

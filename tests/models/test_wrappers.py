@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import FAMILIES as FAMILIES_OF_TEXT
 from checkpoints import HYBRIDS, MINISTRAL_ROPE, edit_json, make_checkpoint, make_gemma4
 from quantized_files import compressed
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
@@ -55,6 +58,7 @@ SPELLINGS = ("language_model.model.", "model.language_model.")
 FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
@@ -81,6 +85,12 @@ def wrapper(architecture: str, family: str) -> Any:
         vision |= {"num_key_value_heads": 1, "head_dim": 16}
         config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
         model = Gemma4ForConditionalGeneration(config)
+    elif architecture == "Llama4ForConditionalGeneration":
+        vision = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision |= {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+        own = FAMILIES_OF_TEXT[family] | {"pad_token_id": 0}
+        config = Llama4Config(text_config=TEXT | own, vision_config=vision)
+        model = Llama4ForConditionalGeneration(config)
     elif architecture in ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
         rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 0, 0]}}
         text = TEXT | HYBRIDS[family] | rope

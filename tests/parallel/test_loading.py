@@ -75,6 +75,9 @@ def test_a_rank_is_given_its_part_alone(family: str, tmp_path: Path) -> None:
         # Norms of heads are there once for each head.
         of_each = config.qk_norm and not config.qk_norm_whole
         repeated = config.num_layers * of_each * (own.num_heads + own.num_kv_heads - 2) * own.head_dim
+        # Norms without weights, in Llama 4's layers with RoPE, have ones.
+        rotated = sum(config.rope_of(i) is not None for i in range(config.num_layers))
+        repeated += rotated * config.rotated_norm * (own.num_heads + own.num_kv_heads) * own.head_dim
         assert device.moved == 2 * (repeated + sum(map(math.prod, shard.tensor_shapes(config).values())))
         assert device.moved < 0.6 * 2 * sum(map(math.prod, tensor_shapes(config).values()))
         assert device.peak <= held + in_pieces(weights)

@@ -12,8 +12,8 @@ from specrs.backends.cpu.weights import load_native
 from specrs.reference.decoder import Decoder
 
 LENGTH = 75
-ROUNDED = {"qwen3_moe", "mixtral", "gpt_oss", "gemma3_text"}
-"""Families that transformers computes partly in float32: routers, and norms with their weights."""
+ROUNDED = {"qwen3_moe", "mixtral", "gpt_oss", "gemma3_text", "llama4_text"}
+"""Families that transformers computes partly in float32: routers, norms with their weights, and rotation."""
 
 
 @pytest.fixture(scope="module")

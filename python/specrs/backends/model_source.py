@@ -12,6 +12,7 @@ from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
 from specrs.models.errors import (
     with_equal_layers,
+    without_interleaved_rope,
     without_short_convolutions,
     without_states,
 )
@@ -83,6 +84,7 @@ class ModelSource:
         quantization = resolve_quantization(field, self.quantization, self.path, self.revision, load_format=load_format)
         model = load_config(self.path, revision=self.revision)
         if dtypes is not CPU_DTYPES:
+            without_interleaved_rope(model, "on a GPU")
             without_short_convolutions(model, "on a GPU")
         if self.is_draft:
             without_states(model, "as a draft model")

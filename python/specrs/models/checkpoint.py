@@ -19,7 +19,7 @@ from specrs.errors import CheckpointError, invalid, short
 from specrs.models.hub import did_you_mean, download_bar, hub_error
 from specrs.models.registry import renamed
 from specrs.models.shard_index import place
-from specrs.models.wrappers import is_of_mtp_head, is_wrapped, log_mtp_head, text_names
+from specrs.models.wrappers import is_of_mtp_head, is_wrapped, log_mtp_head, text_config, text_names
 
 logger = logging.getLogger("specrs")
 
@@ -144,7 +144,7 @@ class Checkpoint:
             log_mtp_head(folder, len(self.placement.files) - len(placed))
         raw = read_json(config) if config.is_file() and not mtp_head else {}
         found = text_names(folder, placed) if is_wrapped(raw) else {self.prefix + name: name for name in placed}
-        self._names = renamed(folder, found, raw.get("architectures"))
+        self._names = renamed(folder, found, text_config(raw).get("architectures"))
         """Name in the files of each tensor."""
         self.unlisted = frozenset(name for name, file in self._names.items() if file in self.placement.unlisted)
         """Tensors that the index does not list. They are read if the model has them and ignored otherwise."""

@@ -16,7 +16,7 @@ from specrs.models.errors import malformed, unsupported
 from specrs.models.experts import EXPERT_COUNTS, SHARED_SIZE, Experts, parse_experts
 from specrs.models.fields import NEUTRAL
 from specrs.models.layers import layer_kinds, parse_layers
-from specrs.models.query_scaling import QueryScaling, parse_beta
+from specrs.models.query_scaling import QueryScaling, parse_beta, parse_unrotated
 from specrs.models.registry import ExpertFields, Family, Norms, family_of
 from specrs.models.rope import ALL_KINDS, LongRopeScaling, Rope, RopeFacts, Scaling, YarnScaling, rope_magnitude
 from specrs.models.short_conv import ShortConv, parse_intermediate_size, parse_short_conv
@@ -56,8 +56,15 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer in tokens, including the row's own token; None: the layer attends to all positions.
     Empty: all layers attend to all positions."""
+    chunked: bool = False
+    """True if a window ends where the row's chunk begins: the text is divided into chunks as long as the window."""
     ropes: tuple[Rope | None, ...] = ()
     """RoPE of each layer; None: the layer has no RoPE. Empty: all layers use `rope_theta` and `rope_scaling`."""
+    interleaved_rope: bool = False
+    """True if RoPE rotates neighbouring features of a head. False: it rotates halves of a head against each other."""
+    rotated_norm: bool = False
+    """True if each head of queries and keys in layers with RoPE has an RMSNorm without weights, after RoPE. Passes
+    compute it before RoPE, which does not change the mean square."""
     partial_rotary_dim: int | None = None
     """Number of features of a head that RoPE rotates, from the first on. None: all."""
     qk_norm_whole: bool = False
@@ -181,7 +188,7 @@ class ModelConfig:
             router, expert = router + experts.count, expert + 2 * experts.intermediate_size + h
         if experts.scaled_router:
             router += h + experts.count
-        shared = 0 if experts.shared is None else (3 * experts.shared + 1) * h
+        shared = 0 if experts.shared is None else (3 * experts.shared + experts.shared_gate) * h
         norms = 3 * h if experts.parallel_mlp else 0
         return router + experts.expected(rows) * expert + shared + norms
 
@@ -235,7 +242,7 @@ class ModelConfig:
         scaling, which is left out if all its factors are 1. None: keep the model's own length."""
         if max_model_len is None:
             return self
-        if self.query_scaling is not None and max_model_len <= self.query_scaling.length:
+        if self.query_scaling is not None and not self.query_scaling.changes(max_model_len):
             return replace(self, query_scaling=None)
         if not isinstance(self.rope_scaling, LongRopeScaling):
             return self
@@ -263,6 +270,8 @@ def parse_config(
         if field == "partial_rotary_factor" and family.partial_rotary:
             continue
         if field in _VARIED and family.varied_layers:
+            continue
+        if field == "attention_chunk_size" and family.windows == "chunks":
             continue
         if raw.get(field) not in values:
             raise unsupported(field, raw[field], " or ".join(map(repr, values)))
@@ -304,7 +313,8 @@ def parse_config(
     raw, beta = parse_beta(raw) if family.query_scaling else (raw, 0.0)
     facts = RopeFacts(max_positions, family.rope_theta, _rotary_dim(head_dim, factor), original, kinds)
     (theta, scaling), ropes, windows = parse_layers(raw, family, num_layers, facts, factor)
-    intermediate = parse_intermediate_size(raw) if family.short_conv else size(raw, "intermediate_size", no_mlp)
+    own = family.intermediate_size if no_mlp is None else no_mlp
+    intermediate = parse_intermediate_size(raw) if family.short_conv else size(raw, family.intermediate_field, own)
     tie = "tie_embedding" if family.short_conv and "tie_embedding" in raw else "tie_word_embeddings"
     return ModelConfig(
         architecture=architecture,
@@ -329,7 +339,10 @@ def parse_config(
         eos_token_ids=stop_ids(raw, generation or {}, vocab),
         mask_token_id=mask_token_id(raw),
         windows=windows,
+        chunked=bool(windows) and family.windows == "chunks",
         ropes=ropes,
+        interleaved_rope=family.interleaved_rope,
+        rotated_norm=family.rotated_norm and flag(raw, "use_qk_norm", default=True),
         partial_rotary_dim=None if facts.rotary_dim == head_dim else facts.rotary_dim,
         qk_norm_whole=family.qk_norm == "whole",
         norms=family.norms,
@@ -341,7 +354,7 @@ def parse_config(
         delta=delta,
         conv=conv,
         output_gate=family.output_gate,
-        query_scaling=_query_scaling(beta, scaling),
+        query_scaling=parse_unrotated(raw) if family.unrotated_scaling else _query_scaling(beta, scaling),
         **_multipliers(raw, family, hidden),
         **_varied(raw, family, num_layers, max_positions, LayerSizes(head_dim, kv_heads, intermediate)),
     )

@@ -28,8 +28,8 @@ D = TypeVar("D")
 class SharedWeights(Generic[W]):
     """Expert of one layer that every row uses."""
 
-    gate: W
-    """Projection hidden -> 1. The expert's output is multiplied by its sigmoid."""
+    gate: W | None
+    """Projection hidden -> 1. The expert's output is multiplied by its sigmoid. None: it is added as it is."""
     gate_up: W
     """Fused gate and up projection: hidden -> 2 * intermediate."""
     down: W

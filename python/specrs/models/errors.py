@@ -32,6 +32,15 @@ def without_short_convolutions(config: Any, where: str) -> None:
         raise unsupported("architectures", [config.architecture], f"{where}, a model without short convolutions")
 
 
+def without_interleaved_rope(config: Any, where: str) -> None:
+    """Raise UnsupportedModelError if RoPE rotates neighbouring features of a head. Code that cannot run such models
+    calls this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU"."""
+    if config.interleaved_rope:
+        raise unsupported(
+            "architectures", [config.architecture], f"{where}, a model whose RoPE rotates halves of a head"
+        )
+
+
 def with_equal_layers(config: Any, where: str) -> None:
     """Raise UnsupportedModelError if the layers of a model have different sizes. Code that cannot run such models calls
     this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU" or "with

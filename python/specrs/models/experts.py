@@ -3,10 +3,10 @@ layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from specrs.models.errors import malformed
-from specrs.models.registry import ExpertFields
+from specrs.models.registry import ExpertFields, Stacked
 from specrs.models.values import flag, number, size
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
@@ -28,7 +28,7 @@ class Experts:
     logits.
 
     Their outputs are added with weights: the softmax of the router's logits over all experts, in fp32 (Fedus et al.
-    2021, eq. 1).
+    2021, eq. 1). With `weighs_input`, an expert's input is multiplied by the sigmoid of its logit instead.
     """
 
     count: int
@@ -48,11 +48,15 @@ class Experts:
     """True if router and experts have biases."""
     softmax_of_chosen: bool = False
     """True if weights are the softmax of the chosen logits only."""
-    stacked: Literal["alternating", "halves"] | None = None
+    weighs_input: bool = False
+    """True if weights are sigmoids of the chosen logits, and multiply the experts' inputs."""
+    stacked: Stacked | None = None
     """Layout of tensors that hold all experts of a layer, as in `ExpertFields`. None: each expert has its own."""
     shared: int | None = None
-    """Intermediate size of an expert that every row uses in addition. Its output is multiplied by the sigmoid of a
-    gate. None: there is none."""
+    """Intermediate size of an expert that every row uses in addition. None: there is none."""
+    shared_gate: bool = True
+    """True if the output of the expert that every row uses is multiplied by the sigmoid of a gate. False: it is added
+    as it is."""
     swiglu: ClampedSwiglu | None = None
     """Parameters of the experts' clamped SwiGLU. None: experts use the model's activation."""
     parallel_mlp: bool = False
@@ -75,6 +79,9 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
     field and value."""
     if fields.enabled is not None and not flag(raw, fields.enabled):
         return None
+    layers = _listed(raw, num_layers) if fields.listed_layers else (True,) * num_layers
+    if not any(layers):
+        return None
     given = [name for name in EXPERT_COUNTS if raw.get(name) is not None]
     if len(given) == 2 and raw[given[0]] != raw[given[1]]:
         raise malformed(given[1], raw[given[1]], f"{given[0]}={raw[given[0]]}")
@@ -85,17 +92,18 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
     if raw.get("experts_per_token") not in (None, per_token):
         raise malformed("experts_per_token", raw["experts_per_token"], f"{fields.per_tok}={per_token}")
     shared = fields.shared_intermediate_size
-    layers = (True,) * num_layers
     if fields.dense_layers:
         every, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers")
         dense = [] if dense is None else dense
         if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
             raise malformed("mlp_only_layers", dense, "a list of layers")
         layers = tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers))
+    intermediate = size(raw, fields.intermediate_size, fields.default_intermediate_size)
+    own_size = None if shared is None else size(raw, SHARED_SIZE, shared)
     return Experts(
         count=count,
         per_token=per_token,
-        intermediate_size=size(raw, fields.intermediate_size, fields.default_intermediate_size),
+        intermediate_size=intermediate,
         norm_topk_prob=fields.norm_topk_prob or flag(raw, "norm_topk_prob", default=fields.default_norm_topk_prob),
         layers=layers,
         block=fields.block,
@@ -103,12 +111,25 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
         router=fields.router,
         biases=fields.biases,
         softmax_of_chosen=fields.softmax_of_chosen,
+        weighs_input=fields.weighs_input,
         stacked=fields.stacked,
-        shared=None if shared is None else size(raw, SHARED_SIZE, shared),
+        shared=intermediate if fields.plain_shared else own_size,
+        shared_gate=not fields.plain_shared,
         swiglu=_swiglu(raw) if fields.clamped else None,
         parallel_mlp=fields.parallel_mlp,
         scaled_router=fields.scaled_router,
     )
+
+
+def _listed(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return whether each layer has experts: those in `moe_layers`, or every `interleave_moe_layer_step`-th."""
+    given = raw.get("moe_layers")
+    if given is None:
+        every = size(raw, "interleave_moe_layer_step", 1)
+        return tuple((i + 1) % every == 0 for i in range(num_layers))
+    if not isinstance(given, list) or any(type(layer) is not int for layer in given):
+        raise malformed("moe_layers", given, "a list of layers")
+    return tuple(i in given for i in range(num_layers))
 
 
 def _swiglu(raw: Mapping[str, Any]) -> ClampedSwiglu:

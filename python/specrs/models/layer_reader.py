@@ -126,7 +126,7 @@ class LayerReader(ABC, Generic[T, W]):
             return None
         name = f"{block}shared_expert"
         return SharedWeights(
-            gate=self.linear([f"{name}_gate"], bias=False),
+            gate=self.linear([f"{name}_gate"], bias=False) if experts.shared_gate else None,
             gate_up=self.linear([f"{name}.gate_proj", f"{name}.up_proj"], bias=False),
             down=self.linear([f"{name}.down_proj"], bias=False),
         )
@@ -265,11 +265,14 @@ class ModelReader(LayerReader[T, W], Generic[T, W, D]):
         )
 
     def _layer(self, i: int) -> LayerWeights[T, W]:
-        prefix = f"model.layers.{i}."
-        if self.held.has_state(i):
-            return self.state_layer(prefix, self.held)
-        sizes = self.held.sizes_of(i)
-        layer = self.layer(prefix, self.held, sizes)
+        prefix, c = f"model.layers.{i}.", self.held
+        if c.has_state(i):
+            return self.state_layer(prefix, c)
+        sizes = c.sizes_of(i)
+        layer = self.layer(prefix, c, sizes)
+        if c.rotated_norm and c.rope_of(i) is not None:
+            ones = np.ones((c.num_heads + c.num_kv_heads, c.head_dim), self.vector_dtype)
+            layer = replace(layer, qk_norm=self.place(ones))
         if sizes.source is None or not self.kv_codes:
             return layer
         # Codes have the scales with which the source writes them.

@@ -3,6 +3,7 @@ weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from specrs.models.errors import malformed, unsupported
@@ -10,7 +11,7 @@ from specrs.models.registry import Family
 from specrs.models.rope import Rope, RopeFacts, parse_object, parse_rope
 from specrs.models.values import flag, optional_number, size
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 Windows: TypeAlias = tuple[int | None, ...]
 Ropes: TypeAlias = tuple[Rope | None, ...]
 
@@ -23,9 +24,11 @@ def parse_layers(
     Raises UnsupportedModelError for a value that is not implemented, CheckpointError for a malformed one; both name
     field and value.
     """
-    rotated = _rotated(raw, num_layers) if family.unrotated_layers else (True,) * num_layers
-    kinds, window = _kinds(raw, family, num_layers, facts.max_positions, rotated)
-    windows = tuple(window if kind == SLIDING else None for kind in kinds)
+    chunks = family.windows == "chunks"
+    rotated = _rotated(raw, num_layers, or_empty=chunks) if family.unrotated_layers else (True,) * num_layers
+    kinds_of = _chunks if chunks else partial(_kinds, family=family)
+    kinds, window = kinds_of(raw, num_layers=num_layers, max_positions=facts.max_positions, rotated=rotated)
+    windows = tuple(None if kind == FULL else window for kind in kinds)
     if all(size is None for size in windows):
         windows = ()
     if family.local_rope_theta is not None:
@@ -88,6 +91,27 @@ def _kinds(
     return kinds, window if hides else None
 
 
+def _chunks(
+    raw: Mapping[str, Any], num_layers: int, max_positions: int, rotated: tuple[bool, ...]
+) -> tuple[list[str], int | None]:
+    """Return the kind of attention of each layer, and the size of chunks. The size is None if no text is longer than a
+    chunk."""
+    kinds = [CHUNKED if has else FULL for has in rotated]
+    given = raw.get("layer_types")
+    if given is not None:
+        if (
+            not isinstance(given, list)
+            or len(given) != num_layers
+            or any(kind not in (CHUNKED, FULL) for kind in given)
+        ):
+            raise unsupported("layer_types", given, f"{CHUNKED!r} or {FULL!r} in every one of {num_layers} layers")
+        kinds = given
+    if "attention_chunk_size" in raw and raw["attention_chunk_size"] is None:
+        raise unsupported("attention_chunk_size", None, "a number")
+    chunk = size(raw, "attention_chunk_size", 8192)
+    return kinds, chunk if chunk < max_positions else None
+
+
 def _pattern(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Return whether each layer has a window: all but every `sliding_window_pattern`-th."""
     every = size(raw, "sliding_window_pattern", 6)
@@ -97,10 +121,10 @@ def _pattern(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     return [(i + 1) % every != 0 for i in range(num_layers)]
 
 
-def _rotated(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer has RoPE."""
+def _rotated(raw: Mapping[str, Any], num_layers: int, *, or_empty: bool) -> tuple[bool, ...]:
+    """Return whether each layer has RoPE. With `or_empty`, an empty list counts as missing."""
     given = raw.get("no_rope_layers")
-    if given is None:
+    if given is None or (or_empty and given == []):
         every = size(raw, "no_rope_layer_interval", 4)
         return tuple((i + 1) % every != 0 for i in range(num_layers))
     if not isinstance(given, list) or len(given) < num_layers or any(has not in (0, 1) for has in given):

@@ -10,7 +10,7 @@ Steps of an engine run these passes in the Rust core. The passes called here ser
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -111,7 +111,7 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
             matrices.append(self.weights.layer_embedding.projection)
         matrices += [weight for w in mixtures for weight in (w.router, *w.gate_up, *w.down)]
         shared = [w.shared for w in mixtures if w.shared is not None]
-        matrices += [weight for w in shared for weight in (w.gate, w.gate_up, w.down)]
+        matrices += [weight for w in shared for weight in (w.gate, w.gate_up, w.down) if weight is not None]
         return sum(weight.num_bytes for weight in (*matrices, self.weights.lm_head))
 
     def native_lora(self, adapter: LoRAAdapter) -> CpuLora:
@@ -228,8 +228,10 @@ def decoder_arrays(weights: NativeWeights) -> dict[str, Any]:
         "frequencies": np.zeros(arrays["head_dim"] // 2, dtype=np.float32),
         "rotations": _rotations(weights),
         "multipliers": (c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
-        "query_scaling": None if c.query_scaling is None else (c.query_scaling.beta, c.query_scaling.length),
+        "query_scaling": None if c.query_scaling is None else astuple(c.query_scaling),
         "windows": list(c.windows) or None,
+        "chunked": c.chunked,
+        "interleaved_rope": c.interleaved_rope,
         "activation": c.activation,
         "clamped_swiglu": None if c.experts is None else c.experts.swiglu,
         "kv_scales": [layer.kv_scales for layer in weights.layers],
@@ -332,9 +334,14 @@ def _mlp_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
         "down": [stored_parts(weight) for weight in layer.experts.down],
         "per_token": c.experts.per_token,
         "normalized": c.experts.norm_topk_prob,
+        "weighs_input": c.experts.weighs_input,
         "shared": None
         if shared is None
-        else {name: stored_parts(getattr(shared, name)) for name in ("gate", "gate_up", "down")},
+        else {
+            "gate": None if shared.gate is None else stored_parts(shared.gate),
+            "gate_up": stored_parts(shared.gate_up),
+            "down": stored_parts(shared.down),
+        },
         "scales": None if scales is None else (scales.hidden, scales.experts),
         "norms": None if norms is None else (norms.mlp_output, norms.expert_input, norms.expert_output),
     }

@@ -12,6 +12,8 @@ from specrs.models.rope import KINDS
 Norms: TypeAlias = Literal["before", "after", "around"]
 """Place of a layer's norms. `before`: before attention and MLP. `after`: after them, so that their outputs are normed
 before they are added to the residual stream. `around`: both."""
+Stacked: TypeAlias = Literal["alternating", "halves", "turned halves"]
+"""Layout of tensors that hold all experts of a layer: see `models.stacked`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class ExpertFields:
     """Value of `norm_topk_prob` if the field is missing."""
     dense_layers: bool = False
     """True if some layers have an MLP: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
+    listed_layers: bool = False
+    """True if some layers have an MLP: those that are not in `moe_layers`, or all but every
+    `interleave_moe_layer_step`-th."""
     router: str = "gate"
     """Name of the router."""
     biases: bool = False
@@ -48,12 +53,18 @@ class ExpertFields:
     weights."""
     clamped: bool = False
     """True if experts use the clamped SwiGLU, with `swiglu_alpha` and `swiglu_limit`."""
-    stacked: Literal["alternating", "halves"] | None = None
+    weighs_input: bool = False
+    """True if weights are the sigmoids of the chosen logits, and multiply the experts' inputs. False: they multiply
+    the experts' outputs."""
+    stacked: Stacked | None = None
     """Layout of tensors `experts.gate_up_proj` and `experts.down_proj`, which hold all experts of a layer: see
-    `models.stacked`. With `halves`, a checkpoint may also have one tensor per expert and projection. None: it has."""
+    `models.stacked`. Except with `alternating`, a checkpoint may also have one tensor per expert and projection. None:
+    it has."""
     shared_intermediate_size: int | None = None
     """Value of `shared_expert_intermediate_size`, the size of an expert that every row uses, if the field is missing.
-    None: there is no such expert."""
+    None: there is no such expert, or `plain_shared`."""
+    plain_shared: bool = False
+    """True if every row uses one expert more, which is as large as the others. Its output is added as it is."""
     per_tok: str = "num_experts_per_tok"
     """Field for the number of experts that a row uses."""
     enabled: str | None = None
@@ -100,7 +111,9 @@ class Family:
     """True if a missing `num_key_value_heads` means one KV head for each query head."""
     num_key_value_heads: int | None = None
     """Number of KV heads if the field is missing."""
-    windows: Literal["all", "switched", "chosen", "unrotated", "pattern", "alternating", "three of four"] | None = None
+    windows: (
+        Literal["all", "switched", "chosen", "unrotated", "pattern", "alternating", "three of four", "chunks"] | None
+    ) = None
     """Rule for the layers that have a sliding window. None: no layer has one.
 
     - `all`: every layer, if `sliding_window` is a number.
@@ -111,6 +124,8 @@ class Family:
     - `pattern`: layers that `layer_types` names, or all but every sixth (`sliding_window_pattern`).
     - `alternating`: layers that `layer_types` names, or every second, starting with the first.
     - `three of four`: layers that `layer_types` names, or all but every fourth.
+    - `chunks`: layers that `layer_types` names, or layers with RoPE. The text is divided into chunks of
+      `attention_chunk_size` tokens, and a window ends where the row's chunk begins.
     """
     sliding_window: int | None = None
     """Size of sliding windows in tokens if the field is missing."""
@@ -143,6 +158,14 @@ class Family:
     """Theta of a second RoPE, for layers with a window, if config.json names none. None: all layers share one RoPE."""
     query_scaling: bool = False
     """True if RoPE's object has a field by which queries grow with their position: see `models.query_scaling`."""
+    unrotated_scaling: bool = False
+    """True if queries of layers without RoPE may grow with their position, as `attn_temperature_tuning`, `attn_scale`
+    and `floor_scale` say."""
+    interleaved_rope: bool = False
+    """True if RoPE rotates neighbouring features of a head. False: it rotates its halves against each other."""
+    rotated_norm: bool = False
+    """True if heads of queries and keys in layers with RoPE have an RMSNorm without weights after it, unless
+    `use_qk_norm` is false."""
     unrotated_layers: bool = False
     """True if some layers have no RoPE: those with 0 in `no_rope_layers`, or every fourth
     (`no_rope_layer_interval`)."""
@@ -158,6 +181,11 @@ class Family:
     rms_norm_eps: float = 1e-6
     tied: bool = False
     """True if a missing `tie_word_embeddings` means true."""
+    intermediate_field: str = "intermediate_size"
+    """Field for the intermediate size of the MLP."""
+    intermediate_size: int | None = None
+    """Intermediate size of the MLP if the field is missing. None: the field is required, unless all layers have
+    experts."""
     experts: ExpertFields | None = None
     """Description of the experts that replace the MLP or stand next to it. None: there are no experts."""
     delta_net: bool = False
@@ -463,6 +491,39 @@ FAMILIES: dict[str, Family] = {
             ("feed_forward.w3", "mlp.up_proj"),
             ("feed_forward.w2", "mlp.down_proj"),
         ),
+    ),
+    "Llama4ForCausalLM": Family(
+        "llama4_text",
+        "Llama 4 Scout, Maverick, text",
+        has_attention_bias=True,
+        num_key_value_heads=8,
+        head_dim=128,
+        windows="chunks",
+        rope_theta=5e5,
+        # Of a magnitude of 1, because RoPE and the norm after it are computed the other way round.
+        rope_kinds=("default", "llama3", "linear"),
+        unrotated_scaling=True,
+        interleaved_rope=True,
+        rotated_norm=True,
+        unrotated_layers=True,
+        rms_norm_eps=1e-5,
+        intermediate_field="intermediate_size_mlp",
+        intermediate_size=16384,
+        experts=ExpertFields(
+            "num_local_experts",
+            16,
+            1,
+            "intermediate_size",
+            8192,
+            "mlp.",
+            listed_layers=True,
+            router="router",
+            weighs_input=True,
+            stacked="turned halves",
+            plain_shared=True,
+        ),
+        neutral=(("sliding_window", (None,)), ("for_llm_compressor", (None, False)), ("norm_topk_prob", (None, False))),
+        tensor_names=(("feed_forward", "mlp"),),
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",

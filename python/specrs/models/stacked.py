@@ -3,18 +3,20 @@
 gpt-oss has `experts.gate_up_proj` `[experts, in, 2 out]`, with gate and up features alternating, and
 `experts.down_proj` `[experts, in, out]`. Biases `[experts, ..]` end in `_bias`. Quantized weights, with outputs before
 inputs, end in `_blocks` and `_scales`. Qwen3.5 has `experts.gate_up_proj` `[experts, 2 out, in]`, with all gate
-features first, and `experts.down_proj` `[experts, out, in]`. Here each expert's projection gets its own name,
-`experts.3.gate_proj.weight` `[out, in]`, `.bias`, `.blocks` or `.scales`, and its tensor is a view.
+features first, and `experts.down_proj` `[experts, out, in]`. Llama 4 has `experts.gate_up_proj` `[experts, in, 2 out]`,
+with all gate features first, and `experts.down_proj` `[experts, in, out]`. Here each expert's projection gets its own
+name, `experts.3.gate_proj.weight` `[out, in]`, `.bias`, `.blocks` or `.scales`, and its tensor is a view.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from specrs.arrays import Array
 from specrs.models.checkpoint import Checkpoint
+from specrs.models.registry import Stacked
 
 _STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)")
 _KINDS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
@@ -48,29 +50,29 @@ class _View(NamedTuple):
 class StackedCheckpoint(Checkpoint):
     """Tensors of a folder in which each tensor of experts is split by expert and projection, as strided views."""
 
-    def __init__(self, folder: Path, layout: Literal["alternating", "halves"], *, mtp_head: bool = False) -> None:
-        """Open the files. `layout` is gpt-oss' (`alternating`) or Qwen3.5's (`halves`). `mtp_head` is that of
-        `Checkpoint`.
+    def __init__(self, folder: Path, layout: Stacked, *, mtp_head: bool = False) -> None:
+        """Open the files. `layout` is gpt-oss' (`alternating`), Qwen3.5's (`halves`) or Llama 4's (`turned halves`).
+        `mtp_head` is that of `Checkpoint`.
 
         Raises CheckpointError if a file is missing or damaged, or if there are only pickled weights.
         """
-        super().__init__(folder, allow_base_model=layout == "halves" and not mtp_head, mtp_head=mtp_head)
+        super().__init__(folder, allow_base_model=layout != "alternating" and not mtp_head, mtp_head=mtp_head)
         self._views: dict[str, _View] = {}
         for name, (shape, _) in super().entries().items():
             found = _STACKED.fullmatch(name)
             dimensions = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
             if found is None or len(shape) != dimensions[found["kind"]]:
                 continue
+            turned = layout != "halves" and found["kind"] == ""
             parts = {"down_proj": slice(None)}
             if found["projection"] == "gate_up":
-                half = shape[1] // 2
+                half = shape[2 if turned else 1] // 2
                 alternating = (slice(0, None, 2), slice(1, None, 2))
                 outputs = alternating if layout == "alternating" else (slice(0, half), slice(half, None))
                 parts = dict(zip(_GATE_UP, outputs, strict=True))
             for expert in range(shape[0]):
                 for part, outputs_of in parts.items():
                     own = f"{found['experts']}.{expert}.{part}.{_KINDS[found['kind']]}"
-                    turned = layout == "alternating" and found["kind"] == ""
                     self._views[own] = _View(name, expert, outputs_of, turned)
         self.unlisted |= {own for own, view in self._views.items() if view.name in self.unlisted}
 

@@ -79,7 +79,9 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
                 for name, shape in zip(c.experts.projections, ((e, h), (e, h), (h, e)), strict=True):
                     parts[f"experts.{expert}.{name}"] = shape
             if c.experts.shared is not None:
-                parts |= {"shared_expert_gate": (1, h), "shared_expert.down_proj": (h, c.experts.shared)}
+                parts["shared_expert.down_proj"] = (h, c.experts.shared)
+                if c.experts.shared_gate:
+                    parts["shared_expert_gate"] = (1, h)
                 parts |= {f"shared_expert.{name}_proj": (c.experts.shared, h) for name in ("gate", "up")}
             for name, shape in parts.items():
                 shapes[f"{block}{name}.weight"] = shape

@@ -20,13 +20,14 @@ from specrs.kernels.linear import DenseWeight, Weight, dense_weight
 from specrs.kernels.paged_attention import (
     AttentionPlan,
     AttentionShape,
+    chunk,
     paged_attention,
     plan_attention,
     window,
     write_kv,
 )
 from specrs.kernels.rms_norm import rms_norm
-from specrs.kernels.rotary import apply_rotary_, query_factors, rotary_cos_sin
+from specrs.kernels.rotary import apply_interleaved_rotary_, apply_rotary_, query_factors, rotary_cos_sin
 from specrs.models.base import HiddenStates
 from specrs.models.experts import Experts
 from specrs.models.inputs import PassInputs
@@ -50,7 +51,7 @@ class PassPlan:
     attention: tuple[AttentionPlan, ...]
     """Attention plan of each layer."""
     query_factors: Tensor | None = None
-    """Factors of queries after their rotation, `[N, 1, 1]`. None: all are 1."""
+    """Factors of queries after their rotation, `[N, 1, 1]`, in the layers that `QueryScaling` says. None: all are 1."""
     runs: Runs | None = None
     """Rows by request, for layers with states. None: there are no such layers."""
 
@@ -109,7 +110,7 @@ class TorchDecoder(TorchFacts):
         kinds, plans = list(zip(groups, windows, shapes, strict=True)), {}
         for group, size, shape in set(kinds):
             slots, table = inputs.in_group(group)
-            visibility = None if size is None else window(size)
+            visibility = None if size is None else chunk(size) if self.config.chunked else window(size)
             plans[group, size, shape] = plan_attention(
                 inputs.positions, slots, inputs.q_start, table, shape, inputs.k_start, visibility
             )
@@ -119,7 +120,8 @@ class TorchDecoder(TorchFacts):
             runs = runs_of(inputs.positions, inputs.q_start, inputs.state_rows, inputs.prompts, inputs.snapshots)
         scaling, factors = self.config.query_scaling, None
         if scaling is not None:
-            factors = query_factors(inputs.positions, scaling.beta, scaling.length, self.weights.dtype)
+            counted = inputs.positions + scaling.offset
+            factors = query_factors(counted, scaling.beta, scaling.length, self.weights.dtype)
         plan = PassPlan(self._rotations(inputs.positions), attention, factors, runs)
         added = None if self.weights.layer_embedding is None else self._layer_embeddings(inputs.input_ids, h)
         return self._run(h, added, plan, kv_cache, hidden_layers, inputs.adapters)
@@ -151,6 +153,8 @@ class TorchDecoder(TorchFacts):
         heads, rotary_dim = c.num_heads, c.partial_rotary_dim
         eps, scale, residual = c.rms_norm_eps, c.attention_scale, c.residual_multiplier
         normed = c.norms != "after"
+        only_unrotated = c.query_scaling is not None and c.query_scaling.unrotated
+        rotate = apply_interleaved_rotary_ if c.interleaved_rope else apply_rotary_
         activate = silu_and_mul if c.activation == "silu" else gelu_and_mul
         entries: dict[int, Tensor] = {}
         caches = dict(zip(c.attention_layers, kv_cache.layers, strict=True))
@@ -186,8 +190,8 @@ class TorchDecoder(TorchFacts):
                 elif w.qk_norm is not None:
                     rms_norm(qkv if c.value_norm else qk, w.qk_norm, eps, inplace=True)
                 if rotation is not None:
-                    apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
-                if plan.query_factors is not None:
+                    rotate(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
+                if plan.query_factors is not None and (rotation is None or not only_unrotated):
                     qkv.narrow(1, 0, heads).mul_(plan.query_factors)
                 if sizes.source is None:
                     write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
@@ -348,7 +352,10 @@ def mixture(
     depend on the other rows.
     """
     logits = weights.router.product(routed)
-    if experts.softmax_of_chosen:
+    if experts.weighs_input:
+        chosen, ids = logits.topk(experts.per_token, dim=-1)
+        shares = chosen.to(torch.promote_types(x.dtype, torch.float32)).sigmoid()
+    elif experts.softmax_of_chosen:
         chosen, ids = logits.topk(experts.per_token, dim=-1)
         shares = chosen.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
     else:
@@ -362,16 +369,20 @@ def mixture(
     order = ids.view(-1).argsort(stable=True)
     rows = order.div(experts.per_token, rounding_mode="floor")
     sent, first = x.index_select(0, rows), 0
+    weighed = shares.to(x.dtype).view(-1, 1).index_select(0, order)
+    if experts.weighs_input:
+        sent.mul_(weighed)
     out = torch.empty_like(sent)
     for i, count in enumerate(ids.view(-1).bincount(minlength=experts.count).tolist()):
         if count:
             hidden = activate(weights.gate_up[i].product(sent.narrow(0, first, count)))
             out.narrow(0, first, count).copy_(weights.down[i].product(hidden))
             first += count
-    out.mul_(shares.to(x.dtype).view(-1, 1).index_select(0, order))
+    if not experts.weighs_input:
+        out.mul_(weighed)
     out = torch.zeros_like(x).index_add_(0, rows, out)
     if weights.shared is not None:
         shared = weights.shared
         y = shared.down.product(activate(shared.gate_up.product(x)))
-        out += torch.sigmoid(shared.gate.product(x)) * y
+        out += y if shared.gate is None else torch.sigmoid(shared.gate.product(x)) * y
     return out

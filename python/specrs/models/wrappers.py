@@ -60,6 +60,7 @@ WRAPPERS: dict[str, Wrapper] = {
         {},
         tied=True,
     ),
+    "Llama4ForConditionalGeneration": Wrapper("Llama 4 Scout, Maverick", {"llama4_text": "Llama4ForCausalLM"}, {}),
     "Qwen3_5ForConditionalGeneration": Wrapper(
         "Qwen3.5, Qwen3.6, Qwen3.8, dense", {"qwen3_5_text": "Qwen3_5ForCausalLM"}, {}
     ),

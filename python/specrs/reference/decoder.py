@@ -102,17 +102,20 @@ class Decoder:
             q = self._linear(x, prefix + "q_proj")
             k = q if sizes.source is not None else self._linear(x, prefix + "k_proj")
             v = k if sizes.source is not None or sizes.keys_are_values else self._linear(x, prefix + "v_proj")
-        q = self._scale(self._rotate(self._head_norm(q, prefix + "q_norm", sizes.head_dim), i))
+        q = self._scale(self._turn(self._head_norm(q, prefix + "q_norm", sizes.head_dim), i), i)
         if sizes.source is None:
             v = v.view(count, -1, sizes.head_dim)
             v = self._normed(v) if c.value_norm else v
-            kept[i] = self._rotate(self._head_norm(k, prefix + "k_norm", sizes.head_dim), i), v
+            kept[i] = self._turn(self._head_norm(k, prefix + "k_norm", sizes.head_dim), i), v
         k, v = kept[i if sizes.source is None else sizes.source]
         k, v = (part.repeat_interleave(c.num_heads // sizes.num_kv_heads, dim=1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * c.attention_scale
-        distance = torch.arange(count)[:, None] - torch.arange(count)
+        row, column = torch.arange(count)[:, None], torch.arange(count)
         window = c.windows[i] if c.windows else None
-        scores = scores.masked_fill((distance < 0) | (distance >= (count if window is None else window)), -math.inf)
+        sees = column <= row
+        if window is not None:
+            sees = sees & (row // window == column // window if c.chunked else row - column < window)
+        scores = scores.masked_fill(~sees, -math.inf)
         if c.sinks:  # takes its share of the softmax and adds nothing
             sinks = self._read(prefix + "sinks").view(-1, 1, 1).expand(-1, count, 1)
             scores = torch.cat((scores, sinks), dim=2)
@@ -128,11 +131,21 @@ class Decoder:
         x = x.view(len(x), -1, head_dim)
         return self._norm(x, name) if c.qk_norm and not c.qk_norm_whole else x
 
+    def _turn(self, x: Tensor, i: int) -> Tensor:
+        """Apply the RoPE of layer `i` to heads `[N, heads, head_dim]`, and the norm after it, if the layer has them."""
+        if self.config.rope_of(i) is None:
+            return x
+        if self.config.interleaved_rope:
+            halves = self._rotate(torch.cat((x[:, :, ::2], x[:, :, 1::2]), dim=2), i)
+            x = torch.stack(halves.chunk(2, dim=2), dim=3).flatten(2)
+        else:
+            x = self._rotate(x, i)
+        return self._normed(x) if self.config.rotated_norm else x
+
     def _rotate(self, x: Tensor, i: int) -> Tensor:
         """Apply the RoPE of layer `i` to heads `[N, heads, head_dim]` (Su et al. 2021)."""
         rope, dim = self.config.rope_of(i), self.config.rotary_dim_of(i)
-        if rope is None:
-            return x
+        assert rope is not None, "such a layer is not rotated"
 
         def powers(size: int, theta: float) -> Array:
             made: Array = (theta ** (torch.arange(0, size, 2).float() / size)).numpy()
@@ -143,13 +156,13 @@ class Decoder:
         a, b, rest = x[:, :, : dim // 2], x[:, :, dim // 2 : dim], x[:, :, dim:]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=2)
 
-    def _scale(self, q: Tensor) -> Tensor:
-        """Multiply query heads `[N, heads, head_dim]` by the factors of their positions, which are rounded to float32,
-        as in transformers."""
+    def _scale(self, q: Tensor, i: int) -> Tensor:
+        """Multiply query heads `[N, heads, head_dim]` of layer `i` by the factors of their positions, which are rounded
+        to float32, as in transformers."""
         scaling = self.config.query_scaling
-        if scaling is None:
+        if scaling is None or (scaling.unrotated and self.config.rope_of(i) is not None):
             return q
-        steps = torch.arange(len(q)).float().div(scaling.length).floor()
+        steps = (torch.arange(len(q)) + scaling.offset).float().div(scaling.length).floor()
         return q * (1 + scaling.beta * (1 + steps).log()).double().view(-1, 1, 1)
 
     def _mlp(self, x: Tensor, prefix: str) -> Tensor:
@@ -173,24 +186,31 @@ class Decoder:
         if experts.scaled_router:
             scales = self._read(prefix + EXPERT_SCALES)
             routed = self._normed(residual) * self._read(prefix + ROUTER_SCALE) / math.sqrt(x.shape[1])
-        shares = self._linear(routed, prefix + experts.router).softmax(1)
+        logits = self._linear(routed, prefix + experts.router)
+        shares = logits.sigmoid() if experts.weighs_input else logits.softmax(1)
         gate_name, up_name, down_name = experts.projections
         rows = []
         for row, own in zip(x, shares, strict=True):
             chosen, total = own.topk(experts.per_token).indices.tolist(), torch.zeros_like(row)
             scale = own[chosen].sum() if experts.norm_topk_prob or experts.softmax_of_chosen else 1.0
             for expert in chosen:
-                name = f"{prefix}experts.{expert}."
-                gate, up = self._linear(row, name + gate_name), self._linear(row, name + up_name)
+                name, weight = f"{prefix}experts.{expert}.", own[expert] / scale * scales[expert]
+                sent, factor = (row * weight, 1.0) if experts.weighs_input else (row, weight)
+                gate, up = self._linear(sent, name + gate_name), self._linear(sent, name + up_name)
                 if experts.swiglu is None:
                     activated = self._activate(gate) * up
                 else:
                     alpha, limit = experts.swiglu
                     gate = gate.clamp(max=limit)
                     activated = gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
-                total = total + own[expert] / scale * scales[expert] * self._linear(activated, name + down_name)
+                total = total + factor * self._linear(activated, name + down_name)
             rows.append(total)
-        return torch.stack(rows)
+        mixed = torch.stack(rows)
+        if experts.shared is None:
+            return mixed
+        shared = self._mlp(x, prefix + "shared_expert.")
+        gate_of_all = self._linear(x, prefix + "shared_expert_gate").sigmoid() if experts.shared_gate else 1.0
+        return mixed + gate_of_all * shared
 
     def _norm(self, x: Tensor, name: str | None) -> Tensor:
         """Apply RMSNorm over the last dimension (Zhang and Sennrich 2019). With `name` None, return `x`."""

@@ -33,7 +33,8 @@ pub enum Mlp {
 /// Mixture of experts: each row is sent to the experts with its largest router logits, whose outputs are added by
 /// weight.
 ///
-/// The weights are the softmax of the router's logits over all experts (Fedus et al. 2021, eq. 1).
+/// The weights are the softmax of the router's logits over all experts (Fedus et al. 2021, eq. 1), or the sigmoids of
+/// the chosen logits.
 pub struct Experts {
     /// Projection `hidden -> experts`; its rows are never rounded.
     pub router: Linear,
@@ -43,6 +44,8 @@ pub struct Experts {
     pub per_token: usize,
     /// Whether the weights of a row's experts are divided by their sum.
     pub normalized: bool,
+    /// Whether weights are sigmoids, and multiply the experts' inputs in place of their outputs.
+    pub weighs_input: bool,
     /// Expert that every row uses in addition; `None` if there is none.
     pub shared: Option<SharedExpert>,
     /// Factors of a router that reads the residual stream; `None` if the router reads the same normed rows as the
@@ -88,10 +91,11 @@ pub(crate) struct ExpertVectors {
     pub(crate) norms: Option<[Vec<f32>; 3]>,
 }
 
-/// Expert that every row uses. Its output is multiplied by the sigmoid of a gate.
+/// Expert that every row uses.
 pub struct SharedExpert {
-    /// Projection `hidden -> 1`; its rows are never rounded.
-    pub gate: Linear,
+    /// Projection `hidden -> 1`; its rows are never rounded. The output is multiplied by its sigmoid; `None` if it is
+    /// added as it is.
+    pub gate: Option<Linear>,
     /// Projection `hidden -> 2 intermediate`: gate, then up.
     pub gate_up: Linear,
     /// Projection `intermediate -> hidden`.
@@ -128,7 +132,9 @@ impl Experts {
             down.check(&format!("{name}.down[{i}]"), hidden, sizes.intermediate)?;
         }
         if let Some(SharedExpert { gate, gate_up, down }) = &self.shared {
-            gate.check(&format!("{name}.shared.gate"), 1, hidden)?;
+            if let Some(gate) = gate {
+                gate.check(&format!("{name}.shared.gate"), 1, hidden)?;
+            }
             gate_up.check(&format!("{name}.shared.gate_up"), 2 * sizes.shared, hidden)?;
             down.check(&format!("{name}.shared.down"), hidden, sizes.shared)?;
         }

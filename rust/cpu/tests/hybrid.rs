@@ -100,12 +100,13 @@ fn mlp(n: &mut Numbers, dense: bool) -> Mlp {
         return Mlp::Dense { gate_up, down: linear(n, SHAPE.intermediate_size, &[hidden]) };
     }
     let gate_up = linear(n, hidden, &[2 * 90]);
-    let shared = SharedExpert { gate: linear(n, hidden, &[1]), gate_up, down: linear(n, 90, &[hidden]) };
+    let shared = SharedExpert { gate: Some(linear(n, hidden, &[1])), gate_up, down: linear(n, 90, &[hidden]) };
     Mlp::Experts(Box::new(Experts {
         router: linear(n, hidden, &[4]),
         experts: (0..4).map(|_| (linear(n, hidden, &[2 * 20]), linear(n, 20, &[hidden]))).collect(),
         per_token: 2,
         normalized: true,
+        weighs_input: false,
         shared: Some(shared),
         scales: None,
         mlp: None,

@@ -7,7 +7,7 @@ use specrs_cpu::{
     ValuesMut, Weights,
 };
 use std::sync::Arc;
-use support::{Host, Kind, Model, Numbers, QWEN3, SMALL, WINDOWED};
+use support::{GROWTH, Host, Kind, Model, Numbers, QWEN3, SMALL, WINDOWED};
 
 fn decoder(model: &Model, isa: Isa, threads: usize) -> Decoder {
     Decoder::with_isa(model.weights(), Arc::new(Pool::new(threads).unwrap()), isa)
@@ -253,7 +253,7 @@ fn caches_of_two_types_and_scales_that_are_none_are_refused() {
     let clamped = |alpha, limit| weights().with_activation(Activation::ClampedSwiglu { alpha, limit });
     assert_eq!(refused(clamped(-1.0, 7.0)), format!("activation's alpha=-1: {allowed}"));
     assert_eq!(refused(clamped(1.7, f32::INFINITY)), format!("activation's limit=inf: {allowed}"));
-    let scaling = |beta, length| weights().with_query_scaling(QueryScaling { beta, length });
+    let scaling = |beta, length| weights().with_query_scaling(QueryScaling { beta, length, ..GROWTH });
     assert_eq!(refused(scaling(0.0, 9)), format!("query_scaling's beta=0: {allowed}"));
     assert_eq!(refused(scaling(0.1, 0)), "query_scaling's length=0: must be at least 1");
 }

@@ -98,6 +98,7 @@ fn with_experts(i: usize, layer: &mut LayerWeights) {
         experts: (0..5).map(|_| (linear(n, hidden, 2 * 20), linear(n, 20, hidden))).collect(),
         per_token: 2,
         normalized: true,
+        weighs_input: false,
         shared: None,
         scales: Some(RouterScales { hidden: draw(n, hidden, 1.0, 2.0), experts: draw(n, 5, 0.5, 1.0) }),
         mlp: Some(ParallelMlp {

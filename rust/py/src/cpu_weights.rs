@@ -34,6 +34,8 @@ struct ExpertArrays<'py> {
     per_token: i64,
     normalized: bool,
     #[pyo3(default)]
+    weighs_input: bool,
+    #[pyo3(default)]
     shared: Option<SharedArrays<'py>>,
     /// Factors of the router's input and of the weights of experts.
     #[pyo3(default)]
@@ -47,7 +49,8 @@ struct ExpertArrays<'py> {
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct SharedArrays<'py> {
-    gate: Projection<'py>,
+    #[pyo3(default)]
+    gate: Option<Projection<'py>>,
     gate_up: Projection<'py>,
     down: Projection<'py>,
 }
@@ -57,7 +60,8 @@ impl SharedArrays<'_> {
     fn weights(&self, name: &str, hidden: usize) -> PyResult<SharedExpert> {
         let gate_up = linear(&format!("{name}.gate_up"), hidden, &self.gate_up)?;
         let down = linear(&format!("{name}.down"), gate_up.outputs() / 2, &self.down)?;
-        Ok(SharedExpert { gate: linear(&format!("{name}.gate"), hidden, &self.gate)?, gate_up, down })
+        let gate = self.gate.as_ref().map(|gate| linear(&format!("{name}.gate"), hidden, gate)).transpose()?;
+        Ok(SharedExpert { gate, gate_up, down })
     }
 }
 
@@ -100,6 +104,7 @@ impl ExpertArrays<'_> {
             experts: self.gate_up.iter().zip(&self.down).enumerate().map(expert).collect::<PyResult<_>>()?,
             per_token: size(py, Class::InvalidConfig, "per_token", self.per_token)?,
             normalized: self.normalized,
+            weighs_input: self.weighs_input,
             shared: self.shared.as_ref().map(|s| s.weights(&format!("{name}.shared"), hidden)).transpose()?,
             scales: self.scales.as_ref().map(scales).transpose()?,
             mlp: self.norms.as_ref().map(parallel).transpose()?,
@@ -406,7 +411,7 @@ impl CpuWeights {
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
         final_norm, lm_head, frequencies, head = None, mtp = None, assistant = None, rotations = None, multipliers = None,
         query_scaling = None, windows = None, activation = "silu", clamped_swiglu = None, kv_scales = None,
-        layer_embedding = None, softcap = None, target_ids = None,
+        layer_embedding = None, softcap = None, target_ids = None, chunked = false, interleaved_rope = false,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
@@ -429,7 +434,7 @@ impl CpuWeights {
         assistant: Option<AssistantArrays<'_>>,
         rotations: Option<Rotations>,
         multipliers: Option<(f32, f32, f32)>,
-        query_scaling: Option<(f32, usize)>,
+        query_scaling: Option<(f32, usize, u32, bool)>,
         windows: Option<Vec<Option<usize>>>,
         activation: &str,
         clamped_swiglu: Option<(f32, f32)>,
@@ -437,6 +442,8 @@ impl CpuWeights {
         layer_embedding: Option<LayerEmbeddingArrays<'_>>,
         softcap: Option<f32>,
         target_ids: Option<Vec<i64>>,
+        chunked: bool,
+        interleaved_rope: bool,
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         let shape = ModelShape {
@@ -509,7 +516,9 @@ impl CpuWeights {
                 None => Ok(weights),
             })
             .and_then(|weights| match query_scaling {
-                Some((beta, length)) => weights.with_query_scaling(QueryScaling { beta, length }),
+                Some((beta, length, offset, unrotated)) => {
+                    weights.with_query_scaling(QueryScaling { beta, length, offset, unrotated })
+                }
                 None => Ok(weights),
             })
             .and_then(|weights| match windows {
@@ -529,6 +538,8 @@ impl CpuWeights {
                 None => Ok(weights),
             })
             .and_then(|weights| weights.with_activation(activation))
+            .map(|weights| if chunked { weights.with_chunks() } else { weights })
+            .map(|weights| if interleaved_rope { weights.with_interleaved_rope() } else { weights })
             .map(|weights| Self(Arc::new(weights)))
             .map_err(|error| cpu_to_py(py, &error))
     }

@@ -120,6 +120,7 @@ def shared_expert(ws: Workspace, x: Tensor, w: SharedWeights[Weight], c: ModelCo
         wide_product(ws, "shared_gate_up", x, w.gate_up, b.shared_gate_up[:rows])
         activation_and_mul(b.shared_gate_up[:rows], activated, c.activation != "silu", ws.dependent)
     product(ws, "shared_down", activated, w.down, made)
+    assert w.gate is not None, "a model with such an expert is not loaded on a GPU"
     return [x, stored(w.gate).view(-1), made]
 
 

@@ -55,6 +55,7 @@ ARCHITECTURES = {
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
     "gemma3": Architecture("Gemma3ForCausalLM", window_period=6),
     "gemma4": Architecture("Gemma4ForCausalLM", window_period=6),
+    "llama4": Architecture("Llama4ForCausalLM"),
     "qwen35": Architecture("Qwen3_5ForCausalLM", mlp_norm="post_attention_norm", delta_net="turned"),
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", mlp_norm="post_attention_norm", delta_net="turned"),
     "qwen3next": Architecture("Qwen3NextForCausalLM", mlp_norm="post_attention_norm", delta_net="by key head"),

@@ -38,7 +38,7 @@ SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
 }

@@ -19,6 +19,10 @@ from specrs.models.query_scaling import FIELD
 from specrs.models.registry import ExpertFields, Family
 from specrs.models.short_conv import CONV
 
+_CHUNK, _MAVERICK_EXPERTS = 8192, 128
+"""Size of chunks in tokens, and number of experts of the one model that does not norm queries and keys, in Llama 4."""
+_SIGMOID = 2
+"""Number in a file for routers that take the sigmoid."""
 _GEMMA3_27B_LAYERS = 62
 """Number of layers of Gemma 3 27B. Only this size does not divide attention scores by the root of the head's size."""
 
@@ -85,7 +89,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         raw |= _short_conv(values, layers)
     else:
         raw |= _sizes(values, heads, family.experts)
-    raw |= _experts(values, family.experts)
+    raw |= _llama4(values, family) if family.unrotated_scaling else _experts(values, family.experts)
     raw |= _biases(file, architecture)
     values.check_all_read()
     return raw
@@ -226,11 +230,39 @@ def _experts(values: Fields, fields: ExpertFields | None) -> dict[str, Any]:
     return raw | {"intermediate_size": values.size(of)}
 
 
+def _llama4(values: Fields, family: Family) -> dict[str, Any]:
+    """Return the fields of config.json for Llama 4's experts, and those that files lack because they are constants in
+    llama.cpp.
+
+    Every fourth layer sees all positions and has no RoPE. Chunks have 8,192 tokens. Only Maverick, with 128 experts,
+    does not norm queries and keys. Raises UnsupportedModelError for another size of chunks, and for routers that do not
+    take the sigmoid.
+    """
+    experts, count = family.experts, values.size("expert_count")
+    assert experts is not None
+    values.check_equal("attention.sliding_window", _CHUNK)
+    if values.get("expert_gating_func", 0) not in (0, _SIGMOID):
+        raise values.unsupported("expert_gating_func", f"{_SIGMOID}, which is the sigmoid")
+    return {
+        experts.count: count,
+        experts.per_tok: values.size("expert_used_count"),
+        experts.intermediate_size: values.size("expert_feed_forward_length"),
+        family.intermediate_field: values.size("feed_forward_length"),
+        "interleave_moe_layer_step": values.size("interleave_moe_layer_step"),
+        "attention_chunk_size": _CHUNK,
+        "floor_scale": _CHUNK,
+        "attn_scale": 0.1,
+        "no_rope_layer_interval": 4,
+        "use_qk_norm": count != _MAVERICK_EXPERTS,
+    }
+
+
 def _windows(values: Fields, architecture: Architecture, layers: int) -> dict[str, Any]:
     """Return the fields of config.json for the size of the sliding window and the layers that have one."""
     period, window = architecture.window_period, values.get("attention.sliding_window", 0)
     if period is None:
-        values.check_equal("attention.sliding_window", 0)
+        if architecture.family.windows != "chunks":
+            values.check_equal("attention.sliding_window", 0)
         return {}
     if window == 0 and type(window) is int:
         return {"layer_types": [FULL] * layers} if period else {}

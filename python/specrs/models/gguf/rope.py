@@ -23,8 +23,10 @@ _NOT_ROTATED = 1e29
 LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 """For each field of LongRoPE in config.json, the tensor with its factors."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Parameters of the Llama 3.1 scaling that all models with the tensor `FACTORS` use. Their files only hold the
-resulting factors."""
+"""Parameters of the Llama 3.1 scaling that models with the tensor `FACTORS` use. Their files only hold the resulting
+factors."""
+_LLAMA4 = _LLAMA3 | {"high_freq_factor": 1.0}
+"""Parameters of Llama 4 Scout, which has no frequencies between the two ranges."""
 
 
 def rope_object(values: Fields, family: Family, rotary_dim: int, positions: int) -> dict[str, Any]:
@@ -113,11 +115,13 @@ def _llama3(file: GGUFFile, rotary_dim: int, theta: float) -> dict[str, Any]:
     """Return the object of the scaling whose factors are in `rope_freqs.weight`. Raises UnsupportedModelError if
     another rule made them."""
     found = file.numbers(FACTORS).astype(FLOAT64).reshape(-1)
-    fields = _LLAMA3 | {"factor": float(found.max()) if len(found) else 1.0}
+    factor = float(found.max()) if len(found) else 1.0
     plain = inverse_frequencies(rotary_dim, theta).astype(FLOAT64)
-    if len(found) == len(plain) and found.min() > 0:
-        made = plain / inverse_frequencies(rotary_dim, theta, **fields).astype(FLOAT64)  # type: ignore[arg-type]
-        if float(np.abs(found / made - 1).max()) < 1e-4:
-            return {"rope_type": "llama3", **fields}
-    allowed = "the factors of rope_type llama3 with " + ", ".join(f"{name}={value}" for name, value in _LLAMA3.items())
+    for known in (_LLAMA4, _LLAMA3):
+        fields: dict[str, Any] = known | {"factor": factor}
+        if len(found) == len(plain) and found.min() > 0:
+            made = plain / inverse_frequencies(rotary_dim, theta, **fields).astype(FLOAT64)
+            if float(np.abs(found / made - 1).max()) < 1e-4:
+                return {"rope_type": "llama3", **fields}
+    allowed = "the factors of rope_type llama3 with " + ", ".join(f"{name}={value}" for name, value in known.items())
     raise UnsupportedModelError(f"{file.path}: {FACTORS}: not implemented; allowed: {allowed}")

@@ -144,6 +144,9 @@ pub struct Attend<'a, T> {
     pub first: usize,
     /// Number of last positions that a row attends to, its own included; `usize::MAX` for all.
     pub window: usize,
+    /// Whether the window ends where the row's chunk begins. Chunks have `window` positions, the first from position 0
+    /// on.
+    pub chunked: bool,
     /// Position of each row, `[rows]`, at least `first`.
     pub positions: &'a [i64],
     /// Number of query heads.
@@ -183,7 +186,10 @@ impl<T> Attend<'_, T> {
                 scratch.total[..rows * heads].fill(1.0);
             }
         }
-        let first_of = |position: i64| (position as usize + 1).saturating_sub(self.window).max(self.first);
+        let first_of = |position: i64| match position as usize {
+            position if self.chunked => (position - position % self.window).max(self.first),
+            position => (position + 1).saturating_sub(self.window).max(self.first),
+        };
         let last = self.positions.iter().copied().max().unwrap_or(-1);
         let begin = self.positions.iter().map(|&position| first_of(position)).min().unwrap_or(0);
         for group in (begin / GROUP * GROUP..(last + 1) as usize).step_by(GROUP) {

@@ -1,4 +1,4 @@
-//! Rotary position embedding in the half-split layout of transformers, and the norm of heads before it.
+//! Rotary position embedding of halves of a head or of neighbouring features, and the norm of heads before it.
 
 use super::norm::scale;
 use crate::isa::{Kernel, Simd};
@@ -75,6 +75,8 @@ pub struct QkHead<'a> {
     pub cos: &'a [f32],
     /// Sines, `[P]`.
     pub sin: &'a [f32],
+    /// Whether feature 2 i is rotated against feature 2 i + 1 instead.
+    pub interleaved: bool,
 }
 
 impl Kernel for QkHead<'_> {
@@ -88,9 +90,16 @@ impl Kernel for QkHead<'_> {
                 *x = *x * scale * weight;
             }
         }
-        let half = self.cos.len();
-        let (low, high) = self.x.split_at_mut(half);
-        for (((a, b), cos), sin) in low.iter_mut().zip(high).zip(self.cos).zip(self.sin) {
+        let turns = self.cos.iter().zip(self.sin);
+        if self.interleaved {
+            let (pairs, _) = self.x.as_chunks_mut::<2>();
+            for ([a, b], (cos, sin)) in pairs.iter_mut().zip(turns) {
+                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+            }
+            return;
+        }
+        let (low, high) = self.x.split_at_mut(self.cos.len());
+        for ((a, b), (cos, sin)) in low.iter_mut().zip(high).zip(turns) {
             (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
         }
     }

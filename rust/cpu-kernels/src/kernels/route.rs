@@ -1,15 +1,18 @@
 //! Choice of the experts for a row.
 
 use super::exp::exp;
+use super::sigmoid;
 use crate::isa::{Kernel, LANES, Simd, Vector};
 
 /// Chooses the experts with the largest logits, the first of equal ones, and their weights: the softmax over all
-/// logits.
+/// logits, or the sigmoids of the chosen ones.
 pub struct Route<'a> {
     /// Logits of the router; overwritten.
     pub logits: &'a mut [f32],
     /// Whether weights are divided by their sum.
     pub normalized: bool,
+    /// Whether weights are sigmoids.
+    pub sigmoids: bool,
     /// Chosen experts, `[per_token]`, distinct for any logits.
     pub chosen: &'a mut [usize],
     /// Weights of the experts in `chosen`, `[per_token]`.
@@ -29,6 +32,12 @@ impl Kernel for Route<'_> {
                 self.chosen.copy_within(at..len - 1, at + 1);
                 self.chosen[at] = id;
             }
+        }
+        if self.sigmoids {
+            for (share, &id) in self.shares.iter_mut().zip(self.chosen.iter()) {
+                *share = sigmoid(self.logits[id]);
+            }
+            return;
         }
         let largest = s.splat(self.logits[self.chosen[0]]);
         let mut total = s.splat(0.0);

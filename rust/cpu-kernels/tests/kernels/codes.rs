@@ -58,6 +58,7 @@ fn read<T: KvElement>(isa: Isa, value: &[T], zero: T, positions: usize) -> Vec<f
         head_dim: dim,
         first: 0,
         window: positions,
+        chunked: false,
         positions: &[1],
         heads: 1,
         sinks: None,

@@ -100,6 +100,7 @@ impl<'a> Context<'a> {
                 let whole = layer.qk_norm_whole;
                 let mut fed = if whole { Fed::rows(&[]) } else { self.fed(Projection::Qkv, &layer.qkv, x, room) };
                 let slots = paging.slots;
+                let query_factors = if self.scales_queries(layer) { &**query_factors } else { &[] };
                 let inputs = HeadInputs { projected: heads, scales, cos, sin, query_factors, slots };
                 for piece in pieces {
                     if let Some(gates) = &gates {
@@ -225,6 +226,11 @@ impl<'a> Context<'a> {
         }
     }
 
+    /// Returns whether the layer's queries are multiplied by their factors.
+    fn scales_queries(&self, layer: &Layer) -> bool {
+        self.weights.query_scaling.is_some_and(|scaling| !scaling.unrotated || layer.rotation.is_none())
+    }
+
     /// Computes the gates of the query heads of a piece, after the sigmoid, `[heads, rows, ceil(head_dim / 16)]`.
     fn gates(&self, layer: &Layer, piece: usize, fed: &mut Fed<'_>, z: &mut [f32], out: &mut [Vector]) {
         let (dim, rows) = (layer.shape.head_dim, self.rows());
@@ -255,10 +261,11 @@ impl<'a> Context<'a> {
         let (vectors, shares) = (dim.div_ceil(LANES), self.shares);
         let block_size = planes.inner() / dim;
         let norms = layer.qk_norm.as_ref().filter(|_| !layer.qk_norm_whole);
+        let interleaved = self.weights.interleaved_rope;
         let rotate = |row: usize, x: &mut [f32], norm| {
             let angles = layer.rotation.map_or(0..0, |rotation| self.angles(rotation, row));
             let (cos, sin) = (&given.cos[angles.clone()], &given.sin[angles]);
-            QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin }.run(self.isa);
+            QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin, interleaved }.run(self.isa);
         };
         let queries = shares.q.piece(piece);
         for head in queries.clone() {
@@ -287,7 +294,7 @@ impl<'a> Context<'a> {
                     rotate(row, y, norms.map(|norms| &*norms.1));
                 } else if let Some(norm) = &layer.value_norm {
                     let eps = shape.rms_norm_eps;
-                    QkHead { x: &mut *y, norm: Some(norm), eps, cos: &[], sin: &[] }.run(self.isa);
+                    QkHead { x: &mut *y, norm: Some(norm), eps, cos: &[], sin: &[], interleaved }.run(self.isa);
                 }
                 if given.slots[row] >= 0 && self.tile.positions[row] >= 0 {
                     let slot = given.slots[row] as usize;
@@ -334,6 +341,7 @@ impl<'a> Context<'a> {
                 head_dim: dim,
                 first: self.tile.first(sequences[row]),
                 window: layer.window,
+                chunked: self.weights.chunked,
                 positions: &positions[row..row + len],
                 heads: group,
                 sinks: layer.sinks.as_ref().map(|sinks| &sinks[head * group..(head + 1) * group]),

@@ -52,13 +52,22 @@ impl Context<'_> {
                 let Private { x, y, z, sent: copied, room, .. } = &mut own.row_mut(0)[0];
                 // Again, because another thread may have had all of the router's pieces.
                 self.norm(0..rows, h, input_norm, x);
-                self.round(x, rows, hidden);
+                if !experts.weighs_input {
+                    self.round(x, rows, hidden);
+                }
                 for piece in pieces {
                     let mut acts = acts.take(piece);
                     for (i, (gate_up, _)) in experts.experts.iter().enumerate() {
                         let of = starts[i]..starts[i + 1];
                         if !of.is_empty() {
-                            let x = gather(x, &sent[of.clone()], hidden.div_ceil(LANES), copied);
+                            let (sent, vectors) = (&sent[of.clone()], hidden.div_ceil(LANES));
+                            let x = if experts.weighs_input {
+                                weigh(x, sent, &weights[of.clone()], vectors, copied);
+                                self.round(copied, of.len(), hidden);
+                                &copied[..of.len() * vectors]
+                            } else {
+                                gather(x, sent, vectors, copied)
+                            };
                             let mut fed = self.fed_rows(gate_up, x, of.len(), &mut room.rounded);
                             self.gate_up(gate_up, &mut fed, of, None, (y, z), &mut acts);
                         }
@@ -95,8 +104,8 @@ impl Context<'_> {
         }
     }
 
-    /// Computes the features of the shared expert between gate, up and down, times the sigmoid of each row's gate. The
-    /// down projection is linear, so this also multiplies the output of the expert by the gate.
+    /// Computes the features of the shared expert between gate, up and down, times the sigmoid of each row's gate if it
+    /// has one. The down projection is linear, so this also multiplies the output of the expert by the gate.
     fn shared_features(
         &self,
         layer: &Layer,
@@ -112,15 +121,18 @@ impl Context<'_> {
             let mut own = own.take(t);
             let Private { x, y, z, scales, room, .. } = &mut own.row_mut(0)[0];
             self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
-            let exact = Context { activations: Activations { bf16: false, ..self.activations }, ..*self };
-            exact.product(&shared.gate, 0..1, &mut Fed::rows(x), rows, y, 1);
-            let gates = &mut scales[..rows];
-            gates.iter_mut().zip(&*y).for_each(|(gate, &y)| *gate = sigmoid(y));
+            let gates = shared.gate.as_ref().map(|gate| {
+                let exact = Context { activations: Activations { bf16: false, ..self.activations }, ..*self };
+                exact.product(gate, 0..1, &mut Fed::rows(x), rows, y, 1);
+                let gates = &mut scales[..rows];
+                gates.iter_mut().zip(&*y).for_each(|(gate, &y)| *gate = sigmoid(y));
+                &*gates
+            });
             self.round(x, rows, hidden);
             let mut fed = self.fed_rows(&shared.gate_up, x, rows, &mut room.rounded);
             for piece in pieces {
                 let acts = &mut acts.take(piece);
-                self.gate_up(&shared.gate_up, &mut fed, 0..rows, Some(gates), (y, z), acts);
+                self.gate_up(&shared.gate_up, &mut fed, 0..rows, gates, (y, z), acts);
             }
         });
     }
@@ -192,7 +204,9 @@ impl Context<'_> {
             let of = starts[i]..starts[i + 1];
             if !of.is_empty() {
                 let act = &act[of.start * vectors..of.end * vectors];
-                let sent = sent[of.clone()].iter().zip(&weights[of]).map(|(&row, weight)| (row, weight * multiplier));
+                let weight = |weight: &f32| if experts.weighs_input { 1.0 } else { *weight };
+                let sent = sent[of.clone()].iter().zip(&weights[of]);
+                let sent = sent.map(|(&row, own)| (row, weight(own) * multiplier));
                 let mut fed = self.fed_rows(down, act, sent.len(), room);
                 for first in outs.columns().step_by(CHUNK) {
                     let chunk = first..(first + CHUNK).min(outs.columns().end);
@@ -214,6 +228,7 @@ impl Context<'_> {
             Route {
                 logits: &mut logits[row * count..(row + 1) * count],
                 normalized: experts.normalized,
+                sigmoids: experts.weighs_input,
                 chosen: &mut chosen[of.clone()],
                 shares: &mut shares[of.clone()],
             }
@@ -248,6 +263,14 @@ fn gather<'a>(x: &'a [Vector], rows: &[usize], vectors: usize, copied: &'a mut [
         out.copy_from_slice(&x[row * vectors..][..vectors]);
     }
     &copied[..rows.len() * vectors]
+}
+
+/// Copies the rows `rows` of `x` to `out`, each times its weight.
+fn weigh(x: &[Vector], rows: &[usize], weights: &[f32], vectors: usize, out: &mut [Vector]) {
+    for (out, (row, weight)) in out.chunks_exact_mut(vectors).zip(rows.iter().zip(weights)) {
+        let x = x[row * vectors..][..vectors].as_flattened();
+        out.as_flattened_mut().iter_mut().zip(x).for_each(|(out, x)| *out = x * weight);
+    }
 }
 
 /// Adds features `first..first + len` of rows of `y` to rows of `outs`, each times its weight.

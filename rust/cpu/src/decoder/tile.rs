@@ -152,8 +152,8 @@ impl Context<'_> {
                 }
                 .run(self.isa);
             }
-            if let Some(QueryScaling { beta, length }) = self.weights.query_scaling {
-                buffers.query_factors[row] = query_factor(position.max(0), beta, length);
+            if let Some(QueryScaling { beta, length, offset, .. }) = self.weights.query_scaling {
+                buffers.query_factors[row] = query_factor(position.max(0) + i64::from(offset), beta, length);
             }
         }
     }

@@ -54,13 +54,17 @@ pub struct Rotation {
 }
 
 /// Growth of queries with their position: after its rotation, a query is multiplied by
-/// `1 + beta ln(1 + floor(position / length))`.
+/// `1 + beta ln(1 + floor((position + offset) / length))`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QueryScaling {
     /// Factor of the logarithm.
     pub beta: f32,
     /// Number of positions from one factor to the next.
     pub length: usize,
+    /// Number that is added to a position.
+    pub offset: u32,
+    /// Whether only the queries of layers that are not rotated grow.
+    pub unrotated: bool,
 }
 
 /// Embeddings that layers read in addition, one for each token and layer (per-layer embeddings in Gemma). For the
@@ -124,6 +128,10 @@ pub struct Weights {
     pub(crate) final_norm: Vec<f32>,
     pub(crate) lm_head: Linear,
     pub(crate) rotations: Vec<Rotation>,
+    /// Whether neighbouring features of a head are rotated against each other, and not its halves.
+    pub(crate) interleaved_rope: bool,
+    /// Whether windows end where the row's chunk begins.
+    pub(crate) chunked: bool,
     pub(crate) multipliers: Multipliers,
     /// Factors of queries by position; `None` if all are 1.
     pub(crate) query_scaling: Option<QueryScaling>,
@@ -244,6 +252,8 @@ impl Weights {
             final_norm: final_norm.to_f32(),
             lm_head,
             rotations: vec![Rotation { frequencies, magnitude: 1.0 }],
+            interleaved_rope: false,
+            chunked: false,
             multipliers: Multipliers { embedding: 1.0, residual: 1.0, scores },
             query_scaling: None,
             activation: Activation::Silu,
@@ -302,6 +312,19 @@ impl Weights {
             layer.window = window.unwrap_or(usize::MAX);
         }
         Ok(self)
+    }
+
+    /// Makes windows chunks: a row attends only to positions of its own chunk. Chunks are as long as the window, and the
+    /// first begins at position 0.
+    #[must_use]
+    pub fn with_chunks(self) -> Self {
+        Self { chunked: true, ..self }
+    }
+
+    /// Rotates neighbouring features of a head against each other. By default, its halves are.
+    #[must_use]
+    pub fn with_interleaved_rope(self) -> Self {
+        Self { interleaved_rope: true, ..self }
     }
 
     /// Sets the activation of the MLP. The default is `SiLU`.

@@ -19,8 +19,8 @@ pub use host::Host;
 pub use reference::Near;
 use specrs_cpu::{
     Activation, Bf16, Decoder, DecoderWeights, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora,
-    LoraLayer, LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, QueryScaling, Rounding, Tiles, Values,
-    ValuesMut, Weights,
+    LoraLayer, LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, QueryScaling, Rotation, Rounding,
+    Tiles, Values, ValuesMut, Weights,
 };
 use std::sync::Arc;
 pub use weights::{Dense, LowRank, Stored, group_of};
@@ -108,6 +108,9 @@ pub struct Kind {
     pub sinks: bool,
     /// Whether queries grow with their position, by [`GROWTH`].
     pub grows: bool,
+    /// Whether windows are chunks, neighbouring features are rotated, the last layer is not rotated and alone has queries
+    /// that grow, from one position earlier on, and inputs of experts are multiplied by sigmoids of their logits.
+    pub llama4: bool,
     /// Number of fraction bits of a FP8 KV cache; 0 if it is not quantized.
     pub fraction: u32,
 }
@@ -119,7 +122,7 @@ pub const KV_SCALES: (f32, f32) = (0.043, 0.019);
 pub const ALPHA: f32 = 1.702;
 pub const LIMIT: f32 = 0.75;
 
-pub const GROWTH: QueryScaling = QueryScaling { beta: 0.6, length: 6 };
+pub const GROWTH: QueryScaling = QueryScaling { beta: 0.6, length: 6, offset: 0, unrotated: false };
 
 pub const QWEN3: Kind = Kind {
     qk_norm: true,
@@ -145,6 +148,7 @@ pub const QWEN3: Kind = Kind {
     clamped: false,
     sinks: false,
     grows: false,
+    llama4: false,
     fraction: 0,
 };
 const LLAMA: Kind = Kind { qk_norm: false, ..QWEN3 };
@@ -173,8 +177,9 @@ pub const GPT_OSS: Kind = Kind {
     sinks: true,
     ..LLAMA
 };
+pub const LLAMA4: Kind = Kind { window: 6, experts: 5, grows: true, llama4: true, ..MISTRAL };
 pub const QUANTIZED: [Kind; 2] = [Kind { fraction: 3, ..GEMMA3 }, Kind { fraction: 2, ..LLAMA_BIAS }];
-pub const MIXTURES: [Kind; 4] = [EXPERTS, MIXTRAL, AROUND_EXPERTS, GPT_OSS];
+pub const MIXTURES: [Kind; 5] = [EXPERTS, MIXTRAL, AROUND_EXPERTS, GPT_OSS, LLAMA4];
 
 pub struct LayerNumbers {
     pub input_norm: Vec<f32>,
@@ -328,6 +333,7 @@ impl Model {
                     experts: l.experts.iter().map(|[gate, up, down]| (linear(&[gate, up]), linear(&[down]))).collect(),
                     per_token: 2,
                     normalized: self.kind.normalized,
+                    weighs_input: self.kind.llama4,
                     shared: None,
                     scales: None,
                     mlp: None,
@@ -353,7 +359,15 @@ impl Model {
         let weights = weights.and_then(|weights| weights.with_activation(activation));
         let weights = weights.and_then(|weights| weights.with_windows(&windows));
         let weights = match self.kind.grows {
-            true => weights.and_then(|weights| weights.with_query_scaling(GROWTH)),
+            true => weights.and_then(|weights| weights.with_query_scaling(self.growth())),
+            false => weights,
+        };
+        let weights = match self.kind.llama4 {
+            true => weights.and_then(|weights| {
+                let rotations = vec![Rotation { frequencies: self.frequencies.clone(), magnitude: 1.0 }];
+                let layers: Vec<_> = (0..self.layers.len()).map(|i| self.is_rotated(i).then_some(0)).collect();
+                weights.with_chunks().with_interleaved_rope().with_rotations(rotations, &layers)
+            }),
             false => weights,
         };
         Arc::new(weights.and_then(|weights| weights.with_kv_scales(&vec![KV_SCALES; windows.len()])).unwrap())
@@ -405,6 +419,17 @@ impl Model {
             down: parts(&[&l.down]),
         };
         Arc::new(Lora::new(weights, self.layers.iter().map(layer).collect()).unwrap())
+    }
+
+    /// Returns how queries grow.
+    pub fn growth(&self) -> QueryScaling {
+        let llama4 = self.kind.llama4;
+        QueryScaling { offset: u32::from(llama4), unrotated: llama4, ..GROWTH }
+    }
+
+    /// Returns whether a layer rotates queries and keys.
+    pub fn is_rotated(&self, layer: usize) -> bool {
+        !self.kind.llama4 || layer + 1 < self.layers.len()
     }
 
     /// Returns the window of a layer.

@@ -5,7 +5,7 @@
 //! Where `n` numbers are summed in 16 lanes, n / 16 roundings of partial sums come in a row, then 4 of the tree.
 //! Variances add up, and go through a product by the squares of its weights.
 
-use super::{ALPHA, Dense, GROWTH, KV_SCALES, KeysValues, LIMIT, Model};
+use super::{ALPHA, Dense, KV_SCALES, KeysValues, LIMIT, Model};
 
 /// Variance of rounding 1 to fp32.
 const ROUNDING: f64 = (1.0 / (1 << 24) as f64) * (1.0 / (1 << 24) as f64) / 3.0;
@@ -94,20 +94,24 @@ impl Model {
                         .map(|head| {
                             let norm = norm.filter(|_| !whole);
                             let head = norm.map_or(head.to_vec(), |w| rms_norm(head, w, eps));
-                            if rotated { rotate(&head, start + i, &self.frequencies) } else { head }
+                            if rotated { self.rotated(&head, start + i) } else { head }
                         })
                         .collect()
                 };
                 let qk_norm = self.kind.qk_norm;
-                let mut q = heads(&layer.q, qk_norm.then_some(&layer.q_norm), true);
-                if self.kind.grows {
-                    let factor = grown(start + i);
+                let turns = self.is_rotated(number);
+                let mut q = heads(&layer.q, qk_norm.then_some(&layer.q_norm), turns);
+                if self.kind.grows && !(self.growth().unrotated && turns) {
+                    let factor = self.grown(start + i);
                     q.iter_mut().flatten().for_each(|x| *x = (*x * factor).rounded(1.0));
                 }
-                keys.push(self.stored(heads(&layer.k, qk_norm.then_some(&layer.k_norm), true), KV_SCALES.0));
+                keys.push(self.stored(heads(&layer.k, qk_norm.then_some(&layer.k_norm), turns), KV_SCALES.0));
                 values.push(self.stored(heads(&layer.v, None, false), KV_SCALES.1));
                 let mut attended = Vec::new();
-                let seen = self.window(number).map_or(0, |window| (start + i + 1).saturating_sub(window));
+                let seen = self.window(number).map_or(0, |window| match start + i {
+                    position if self.kind.llama4 => position / window * window,
+                    position => (position + 1).saturating_sub(window),
+                });
                 for (j, q) in q.iter().enumerate() {
                     let head = j / (s.num_heads / s.num_kv_heads);
                     attended.extend(attend(q, &keys[seen..], &values[seen..], head, layer.sinks.get(j)));
@@ -125,6 +129,24 @@ impl Model {
         h.iter().map(|h| self.product(&self.lm_head, &rms_norm(h, &self.final_norm, eps))).collect()
     }
 
+    /// Applies rotary position embeddings, of halves of a head or of neighbouring features.
+    fn rotated(&self, x: &[Near], position: usize) -> Vec<Near> {
+        if !self.kind.llama4 {
+            return rotate(x, position, &self.frequencies);
+        }
+        let halves: Vec<Near> = x.iter().step_by(2).chain(x.iter().skip(1).step_by(2)).copied().collect();
+        let turned = rotate(&halves, position, &self.frequencies);
+        let (low, high) = turned.split_at(x.len() / 2);
+        low.iter().zip(high).flat_map(|(&a, &b)| [a, b]).collect()
+    }
+
+    /// Returns the factor of queries at a position.
+    fn grown(&self, position: usize) -> Near {
+        let growth = self.growth();
+        let steps = ((position + growth.offset as usize) / growth.length) as f64;
+        Near::new(1.0 + f64::from(growth.beta) * (1.0 + steps).ln()).rounded(1.0)
+    }
+
     fn mlp(&self, gate: &Dense, up: &Dense, down: &Dense, x: &[Near]) -> Vec<Near> {
         let (gate, up) = (self.product(gate, x), self.product(up, x));
         let activate = if self.kind.gelu { gelu } else { silu };
@@ -134,7 +156,7 @@ impl Model {
     }
 
     /// Returns the output of the two experts with the largest logits, weighted by the softmax over all. Each weight
-    /// depends on all logits.
+    /// depends on all logits. With `llama4`, their inputs are multiplied by the sigmoids of their logits instead.
     fn mixture(&self, router: &Dense, experts: &[[Dense; 3]], x: &[Near]) -> Vec<Near> {
         let logits = self.product(router, x);
         let mut order: Vec<usize> = (0..experts.len()).collect();
@@ -145,6 +167,16 @@ impl Model {
         let part = |i: usize| logits[i].exact.exp() / total;
         let mut out = vec![Near::default(); x.len()];
         for &i in chosen {
+            if self.kind.llama4 {
+                let Near { exact, variance } = logits[i];
+                let sigmoid = 1.0 / (1.0 + (-exact).exp());
+                let slope = sigmoid * (1.0 - sigmoid);
+                let share = Near { exact: sigmoid, variance: variance * slope * slope }.rounded(12.0);
+                let sent: Vec<Near> = x.iter().map(|&x| (x * share).rounded(1.0)).collect();
+                let [gate, up, down] = &experts[i];
+                add(&mut out, &self.mlp(gate, up, down, &sent));
+                continue;
+            }
             let own = |j: usize| if i == j { 1.0 - part(j) } else { part(j) };
             let variance: f64 = among.iter().map(|&j| own(j).powi(2) * logits[j].variance).sum();
             let share = Near { exact: part(i), variance: variance * part(i) * part(i) }.rounded(12.0);
@@ -228,12 +260,6 @@ fn rotate(x: &[Near], position: usize, frequencies: &[f32]) -> Vec<Near> {
             part(x[i], angle(i).cos()) + part(other, sign * angle(i).sin())
         })
         .collect()
-}
-
-/// Returns the factor of queries at a position.
-fn grown(position: usize) -> Near {
-    let steps = (position / GROWTH.length) as f64;
-    Near::new(1.0 + f64::from(GROWTH.beta) * (1.0 + steps).ln()).rounded(1.0)
 }
 
 /// Computes a softmax by groups of 16 positions, whose sums are rounded once per group.
