@@ -141,10 +141,8 @@ fn check_everywhere(model: &Model, (lens, block_size, most, seed): (Vec<usize>, 
     let sequences: Vec<Vec<usize>> = lens.iter().map(|&len| (0..len).map(|_| n.below(vocab)).collect()).collect();
     let exact = alone(model, &sequences);
     for isa in Isa::available() {
-        for threads in [1, 2, 5] {
-            let case = Case { isa, threads, block_size, most, seed: n.next() };
-            check(model, &sequences, &exact, &case);
-        }
+        let threads = [1, 2, 5][n.below(3)];
+        check(model, &sequences, &exact, &Case { isa, threads, block_size, most, seed: n.next() });
     }
 }
 

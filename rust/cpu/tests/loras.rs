@@ -126,15 +126,14 @@ proptest! {
             }
         }
         for isa in Isa::available() {
-            for threads in [1, 2, 5] {
-                let mut decoder = models[0].decoder(isa, threads);
-                let mut host = Host::new(&models[0], which.len(), len, 1 + n.below(30), seed);
-                host.adapters = adapters(&models, &decoder, &which);
-                run(&mut host, &mut decoder, &sequences, most, &mut Numbers(seed ^ 9), |seq, position, logits| {
-                    let found: Vec<u32> = logits.iter().map(|x| x.to_bits()).collect();
-                    assert!(found == exact[seq][position], "{}, {threads} threads: {seq}, {position}", isa.name());
-                });
-            }
+            let threads = [1, 2, 5][n.below(3)];
+            let mut decoder = models[0].decoder(isa, threads);
+            let mut host = Host::new(&models[0], which.len(), len, 1 + n.below(30), seed);
+            host.adapters = adapters(&models, &decoder, &which);
+            run(&mut host, &mut decoder, &sequences, most, &mut Numbers(seed ^ 9), |seq, position, logits| {
+                let found: Vec<u32> = logits.iter().map(|x| x.to_bits()).collect();
+                assert!(found == exact[seq][position], "{}, {threads} threads: {seq}, {position}", isa.name());
+            });
         }
     }
 }
