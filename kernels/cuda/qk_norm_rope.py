@@ -261,7 +261,7 @@ def qk_norm_rope_reference(
     block_size, dim = cache.shape[3:]
     kv_heads, k_is_v = _projected(qkv, cache, num_heads)
     heads = qkv.reshape(qkv.shape[0], -1, dim)
-    x = heads[:, : num_heads + kv_heads].double()
+    x = heads[:, : num_heads + kv_heads].to(torch.float64, copy=True)
     v = heads[:, -kv_heads:].double() if kv_heads else x[:, :0]
     assert k_is_v or heads.shape[1] == num_heads + 2 * kv_heads
     if qk_norm is not None and len(qk_norm) == num_heads + 2 * kv_heads:

@@ -20,7 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 PAD = 0
 
 
-EXPERTS = ["qwen3_moe", "mixtral", "gpt_oss"]
+EXPERTS = ["qwen3_moe", "mixtral", "gpt_oss", "llama4_text"]
 
 
 @pytest.fixture(scope="module", params=[family for family in FAMILIES if family not in EXPERTS])
