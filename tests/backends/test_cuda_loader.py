@@ -1,11 +1,13 @@
 """The CUDA backend loads checkpoints, with the CPU's memory in place of a GPU's."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from assistant_reference import make_assistant
+from checkpoints import make_checkpoint, make_gemma4
 from gguf_files import write_gguf
 from mtp_reference import add_head
 from quantized_files import fp8_block, gptq
@@ -13,14 +15,17 @@ from specrs.backends.cuda.fit import _quantized_bits
 from specrs.backends.model_source import ModelSource
 from specrs.backends.table import BACKENDS
 from specrs.config import EngineConfig
-from specrs.drafters.assistant.reader import AssistantFiles
+from specrs.drafters.assistant.files import open_assistant
+from specrs.drafters.assistant.torch_loader import TorchAssistant
 from specrs.drafters.mtp.files import open_mtp
 from specrs.drafters.mtp.head import MtpHead
 from specrs.errors import UnsupportedConfigError
 from specrs.kernels.coding import Coding
+from specrs.kernels.kv_scales import KVScales
 from specrs.kernels.linear import DenseWeight
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import load_config
+from specrs.models.torch_arrays import to_torch
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from specrs.speculative_config import SpeculativeConfig
@@ -167,11 +172,26 @@ def test_mtp_heads(counts: bool, ids: list[int], tmp_path: Path) -> None:
     assert (own.weight.data_ptr() == theirs.weight.data_ptr()) != counts
 
 
-def test_assistants_are_rejected() -> None:
-    files = AssistantFiles("an assistant", None, None, None)  # type: ignore[arg-type]
-    message = r"^speculative_config\.model='an assistant': an assistant is not implemented on a GPU; allowed: "
-    with pytest.raises(UnsupportedConfigError, match=message):
-        BACKENDS["cuda"].load_head(files, None, None)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("size", "cache"), [(None, "auto"), (3, "fp8_e4m3")])
+def test_assistants(size: int | None, cache: str, tmp_path: Path) -> None:
+    """Check that an assistant has the target's embedding, dtypes and scales of K and V, and its own LM head."""
+    path = make_gemma4(tmp_path / "target", dtype=torch.bfloat16)
+    own = make_assistant(tmp_path / "assistant", path, dtype=torch.bfloat16)
+    target = load(path, kv_cache_dtype=cache)
+    layers = (replace(layer, kv_scales=KVScales(1.0 + i, 2.0)) for i, layer in enumerate(target.weights.layers))
+    target = replace(target, weights=replace(target.weights, layers=tuple(layers)))
+    files = open_assistant(str(own), target, revision=None, size=size, counts=None)
+    assistant = BACKENDS["cuda"].load_head(files, target, None)
+    assert isinstance(assistant, TorchAssistant)
+    decoder, theirs = assistant.weights.decoder, target.weights
+    assert decoder.embedding is theirs.embedding
+    assert decoder.dtype == torch.bfloat16
+    assert assistant.cache_dtype == target.cache_dtype
+    assert [layer.kv_scales for layer in decoder.layers] == [theirs.layers[i].kv_scales for i in files.config.sources]
+    assert isinstance(decoder.lm_head, DenseWeight)
+    rows = files.tensors.mapped("model.embed_tokens.weight")[:size]
+    assert torch.equal(decoder.lm_head.weight, to_torch(rows))
+    assert assistant.target_ids.tolist() == list(range(size or 61))
 
 
 def test_rows_in_fp8_need_weights_in_fp8(plain: Path, tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from specrs.backends.cuda.sampling.sampling_state import SamplingState
 from specrs.backends.cuda.shapes import ChunkShape, LogitsMode, MergedShape, Shape
 from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
+from specrs.drafters.assistant import LoadedAssistant
+from specrs.drafters.assistant.config import parse_assistant_config
+from specrs.drafters.assistant.torch_loader import TorchAssistant, TorchAssistantWeights
 from specrs.drafters.base import LoadedDrafter
 from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.drafters.eagle3.config import TargetFacts, parse_eagle3_config
@@ -76,7 +79,7 @@ VIEWS = {
     "unbind",
 }
 """Ops of torch that touch no memory. Every other op must be one of specrs's, or write to a given `out`."""
-WRITES = {"mm.out", "addmm.out", "clamp.out", "index_select.out", "copy_"}
+WRITES = {"add.out", "mm.out", "addmm.out", "clamp.out", "index_select.out", "copy_"}
 DRAFT_IDS, IDS = 90, 97
 LAYERS = 2
 HEAD_IDS = 50
@@ -301,7 +304,42 @@ def fake_mtp(target: TorchDecoder) -> MtpHead:
     return MtpHead(weights)
 
 
-METHODS = {"list": "ngram,draft_model", "mtp": "mtp", "head": "eagle3", "list with a head": "ngram,eagle3"}
+def fake_assistant(folder: Path, target: TorchDecoder) -> TorchAssistant:
+    """Return an assistant of empty tensors, over the first of the target's ids."""
+    w, size = target.weights, target.config.hidden_size
+    config = parse_assistant_config(read_json(folder / "config.json"), target.config)
+    c = config.layers
+    norm = torch.empty(c.hidden_size, dtype=w.dtype, device=CUDA)
+    names = ("input_norm", "attention_output_norm", "post_attention_norm", "mlp_output_norm")
+    decoder = with_sizes(
+        replace(
+            w,
+            config=c,
+            layers=tuple(replace(w.layers[i], **dict.fromkeys(names, norm)) for i in config.sources),
+            layer_embedding=None,
+            final_norm=norm,
+            lm_head=DenseWeight(torch.empty((HEAD_IDS, c.hidden_size), dtype=w.dtype, device=CUDA)),
+            rotaries=tuple(w.rotaries[i] for i in config.sources),
+        )
+    )
+    weights = TorchAssistantWeights(
+        decoder=decoder,
+        pre=DenseWeight(torch.empty((c.hidden_size, 2 * size), dtype=w.dtype, device=CUDA)),
+        post=DenseWeight(torch.empty((size, c.hidden_size), dtype=w.dtype, device=CUDA)),
+        target_ids=torch.empty(HEAD_IDS, dtype=torch.int64, device=CUDA),
+        target_layers=target.num_layers,
+        target_hidden_size=size,
+    )
+    return TorchAssistant(weights)
+
+
+METHODS = {
+    "list": "ngram,draft_model",
+    "mtp": "mtp",
+    "assistant": "mtp",
+    "head": "eagle3",
+    "list with a head": "ngram,eagle3",
+}
 KINDS = ("draft", "list", "parallel", "other vocabulary", "head", "list with a head")
 
 
@@ -330,6 +368,8 @@ def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = Fal
         drafter = LoadedHead(fake_head(draft, model))
     elif kind == "mtp":
         drafter = LoadedHead(fake_mtp(model))
+    elif kind == "assistant":
+        drafter = LoadedAssistant(fake_assistant(draft, model))
     elif kind == "parallel":
         drafter = LoadedParallel(fake_decoder(draft, torch.bfloat16), 7)
     elif kind == "other vocabulary":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assistant_reference import make_assistant
 from checkpoints import make_checkpoint, make_gemma4
 from specrs.backends.cuda import iteration
 from specrs.backends.cuda.context import sequences_of
@@ -88,6 +89,26 @@ def test_a_draft_of_an_mtp_head_takes_a_layers_kernels(logits_mode: LogitsMode, 
     gathered = 1  # the target's states, before the first draft
     assert counts[0] - counts[1] == K * (6 + 9 + spread) + gathered
     assert not any("copy_" in op for op in watches[1].ops)
+
+
+@pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
+def test_a_draft_of_an_assistant_takes_its_layers_kernels(logits_mode: LogitsMode, tmp_path: Path) -> None:
+    """Check that an assistant's draft has eight kernels a layer, and a few more: embedding, `pre`, the final norm,
+    `post` and the LM head. Nothing is read back."""
+    sizes = SHAPE | {"layers": 6, "global_head_dim": 128}
+    target = make_gemma4(tmp_path / "target", "gemma4", **sizes)  # type: ignore[arg-type]
+    assistant = make_assistant(tmp_path / "assistant", target, heads=4)
+    with FakeTensorMode():
+        ctx = make(target, assistant, "coupled", "assistant")
+        sequences = sequences_of(ctx.record.views, "num_decode")
+        watches = [Watch(), Watch()]
+        for watch, passes in zip(watches, (K, 0), strict=True):
+            with torch.inference_mode(), watch:
+                iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode, passes), sequences)
+    counts = [count_ours(watch) for watch in watches]
+    spread = 0 if logits_mode is LogitsMode.GREEDY else 3  # to the target's ids; cut and draw
+    gathered = 1  # the target's states, before the first draft
+    assert counts[0] - counts[1] == K * (8 * 3 + 5 + spread) + gathered
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])

@@ -26,6 +26,7 @@ from specrs.speculative_config import DEFAULT_MAX_SPECULATIVE_TOKENS_OF_GPUS
 if TYPE_CHECKING:
     from specrs.backends.base import FindAdapter, SlotType
     from specrs.backends.cuda.runner import CudaRunner
+    from specrs.drafters.assistant.torch_loader import TorchAssistant
     from specrs.drafters.eagle3.head import Eagle3Head
     from specrs.drafters.mtp.head import MtpHead
     from specrs.models.torch_decoder import TorchDecoder
@@ -99,10 +100,7 @@ class CudaBackend:
 
     def load_head(
         self, files: HeadFiles | MtpFiles | AssistantFiles, target: DecoderFacts, ranks: Ranks | None
-    ) -> Eagle3Head | MtpHead:
-        if isinstance(files, AssistantFiles):
-            reason = "an assistant is not implemented on a GPU; allowed: another method, or device='cpu'"
-            raise invalid(UnsupportedConfigError, "speculative_config.model", files.path, reason)
+    ) -> Eagle3Head | MtpHead | TorchAssistant:
         from specrs.backends.cuda.loader import load_head
 
         return load_head(files, target, ranks)

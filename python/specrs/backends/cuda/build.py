@@ -97,6 +97,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     rates: Tensor | None = None
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
+    kv_cache = blueprint.weights.target.allocate_cache(num_blocks, config.block_size)
     passes: DraftPasses | None = None
     if loaded is not None:
         rows = max(config.batched_tokens, config.most_seqs * max(k + 1, sizes.first_pass_rows))
@@ -104,6 +105,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
             limits=blueprint.draft_limits,
             num_blocks=num_blocks,
             target=target,
+            kv_cache=kv_cache,
             max_rows=rows,
             first_pass_rows=sizes.first_pass_rows,
             width=sizes.width,
@@ -136,7 +138,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         scratch=SamplingScratch.allocate(config.most_seqs * (k + 1), config.most_seqs, vocab, device),
         target=target,
         states=target.states if isinstance(target, CudaDecoder) else None,
-        kv_cache=blueprint.weights.target.allocate_cache(num_blocks, config.block_size),
+        kv_cache=kv_cache,
         drafter=passes,
         rules=rules,
         proposed=host_drafts(record.views, config.most_seqs) if blueprint.host_drafters and k else None,

@@ -53,6 +53,8 @@ class Room:
     num_blocks: int
     target: TorchModel
     """The target, with the buffers of its passes."""
+    kv_cache: KVCache
+    """KV cache of the target."""
     max_rows: int
     """Maximum number of rows of a pass."""
     first_pass_rows: int

@@ -1,20 +1,20 @@
 """Rules for the drafts and the KV of a drafter on a GPU, derived from its declaration to the scheduler.
 
-| | `CachedDrafter` | with a mask token | `HiddenDrafter` | drafts from the host |
-| --- | --- | --- | --- | --- |
-| `max_draft_lag` | 2 | K + 1 | K + 2 or more; after a longer lag it starts anew | no KV |
-| `num_unfed_drafts` | 1 | 0 | 1 | no KV |
-| `keeps_draft_kv` | yes | no | no | no |
-| `token_offset` | 0 | 0 | 1 | 0 |
-| `is_point_mass` | no | no | no | yes |
-| drafts appear | with a pass each | with one pass | with a pass each | in the record, written by `plan` |
+| | `CachedDrafter` | with a mask token | `HiddenDrafter` | `SharedKVDrafter` | drafts from the host |
+| --- | --- | --- | --- | --- | --- |
+| `max_draft_lag` | 2 | K + 1 | K + 2 or more; after a longer lag it starts anew | 2, but no KV | no KV |
+| `num_unfed_drafts` | 1 | 0 | 1 | no KV | no KV |
+| `keeps_draft_kv` | yes | no | no | no | no |
+| `token_offset` | 0 | 0 | 1 | 1 | 0 |
+| `is_point_mass` | no | no | no | no | yes |
+| drafts appear | with a pass each | with one pass | with a pass each | with a pass each | in the record, by `plan` |
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specrs.core import CachedDrafter, HiddenDrafter
+from specrs.core import CachedDrafter, HiddenDrafter, SharedKVDrafter
 from specrs.drafters.base import Declared
 
 
@@ -58,6 +58,9 @@ class DraftRules:
                 token_offset=1,
                 num_unfed_drafts=1,
             )
+        if isinstance(declared, SharedKVDrafter):
+            # Pass 1 feeds the state of n - 2 with the token at n - 1, and no pass writes KV.
+            return cls(max_draft_lag=2, max_model_len=declared.max_model_len, token_offset=1)
         assert isinstance(declared, CachedDrafter)
         # Pass i feeds draft i - 1. Later passes overwrite the KV of masks.
         masked = declared.mask_token_id is not None

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.backends.model_source import ModelSource
+from specrs.drafters.assistant.reader import AssistantFiles
+from specrs.drafters.assistant.torch_loader import TorchAssistant, load_torch_assistant
 from specrs.drafters.eagle3.head import Eagle3Head
 from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.drafters.eagle3.torch_loader import load_torch_head
@@ -67,10 +69,15 @@ def load(source: ModelSource, device: str, ranks: Ranks | None) -> TorchDecoder:
     return made
 
 
-def load_head(files: HeadFiles | MtpFiles, target: DecoderFacts, ranks: Ranks | None) -> Eagle3Head | MtpHead:
-    """Load an EAGLE-3 or MTP head for `target`, or this rank's part of it. Raises CheckpointError for tensors that are
-    missing, unknown or misshapen."""
+def load_head(
+    files: HeadFiles | MtpFiles | AssistantFiles, target: DecoderFacts, ranks: Ranks | None
+) -> Eagle3Head | MtpHead | TorchAssistant:
+    """Load an EAGLE-3 head, MTP head or assistant for `target`, or this rank's part of it. Raises CheckpointError for
+    tensors that are missing, unknown or misshapen."""
     assert isinstance(target, TorchDecoder)
+    if isinstance(files, AssistantFiles):
+        assert ranks is None, "targets of assistants are not split over ranks"
+        return load_torch_assistant(files, target, target.cache_dtype)
     if isinstance(files, MtpFiles):
         return load_torch_mtp(files, target, target.cache_dtype, ranks)
     return load_torch_head(files, target, target.cache_dtype, ranks)

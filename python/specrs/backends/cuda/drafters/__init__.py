@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specrs.backends.cuda.draft_passes import DraftPasses, Room
+from specrs.backends.cuda.drafters.assistant import AssistantPasses
 from specrs.backends.cuda.drafters.head import HeadPasses
 from specrs.backends.cuda.drafters.model import ModelPasses
 from specrs.backends.cuda.drafters.shared_tokens import SharedTokenPasses
+from specrs.drafters.assistant import LoadedAssistant
 from specrs.drafters.base import LoadedDrafter
 from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.drafters.hidden_state import LoadedHead
@@ -20,8 +22,9 @@ PASSES: Mapping[type, Callable[[Any, Room], DraftPasses]] = {
     LoadedParallel: ModelPasses.make,
     LoadedSharedTokens: SharedTokenPasses.make,
     LoadedHead: HeadPasses.make,
+    LoadedAssistant: AssistantPasses.make,
 }
-"""For each type of loaded drafter, the function that makes its passes with their own KV cache."""
+"""For each type of loaded drafter, the function that makes its passes, with their own KV cache if they have KV."""
 
 
 def make_passes(drafter: LoadedDrafter, room: Room) -> DraftPasses:
