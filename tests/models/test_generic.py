@@ -1,6 +1,7 @@
 """Models computed by transformers with specrs's attention (`generic`): their own logits, however tokens are fed; what
 does not fit is rejected by name."""
 
+import json
 import logging
 import random
 from pathlib import Path
@@ -169,6 +170,20 @@ def test_fields_that_are_rejected(fields: dict[str, Any], error: type[Exception]
     edit_json(path / "config.json", **fields)
     with pytest.raises(error, match=words):
         load_generic(path, dtype="float64")
+
+
+def test_queries_that_grow_with_their_position_are_rejected(tmp_path: Path) -> None:
+    """Check Llama 4 with texts so long that queries grow: transformers' layers take a row's position from the length of
+    a cache. The short text that is computed at load is too short to show it."""
+    path = make_generic(tmp_path, "llama4_text")
+    positions = json.loads((path / "config.json").read_text())["max_position_embeddings"]
+    edit_json(path / "config.json", floor_scale=positions)
+    with pytest.raises(UnsupportedModelError, match=r"attn_temperature_tuning=True: .*model_impl='auto'"):
+        load_generic(path, dtype="float64")
+    for fields in ({"floor_scale": positions + 1}, {"floor_scale": positions, "attn_temperature_tuning": False}):
+        edit_json(path / "config.json", **fields)
+        found = Feeder(load_generic(path, dtype="float64")).feed_chunks(tokens(), [20, 20])
+        assert_near(found, reference(path, tokens()), 1e-6)
 
 
 def test_code_that_a_checkpoint_names_is_not_run(tmp_path: Path) -> None:

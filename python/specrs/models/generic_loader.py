@@ -142,6 +142,11 @@ def _check_config(folder: Path, raw: dict[str, Any], config: PreTrainedConfig) -
         if found.get("rope_type") in _SCALINGS_BY_LENGTH and original < text.max_position_embeddings:
             allowed = "with model_impl='transformers', one whose frequencies do not change with the length of a batch"
             raise unsupported("rope_parameters.rope_type", found["rope_type"], allowed)
+    # Attention computes these factors from the length of a cache, and does not know the positions of rows.
+    length = getattr(text, "floor_scale", None)
+    if getattr(text, "attn_temperature_tuning", None) and length is not None and length <= text.max_position_embeddings:
+        allowed = f"with model_impl='transformers', false; set model_impl='auto', or max_position_embeddings < {length}"
+        raise unsupported("attn_temperature_tuning", text.attn_temperature_tuning, allowed)
     return str(name)
 
 
