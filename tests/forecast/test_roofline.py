@@ -181,6 +181,13 @@ def test_what_is_not_known_is_named(folders: tuple[Path, Path], capsys: pytest.C
         assert message in capsys.readouterr().err
 
 
+def test_models_without_kernels_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(make_checkpoint(tmp_path, "llama4_text", with_tokenizer=False))
+    given = ["forecast", "--roofline", "H200", "--acceptance-rates", "0.8", "--model", path, "--draft-model", path]
+    assert main(given) == 2
+    assert "for specrs forecast --roofline, a model whose RoPE rotates halves" in capsys.readouterr().err
+
+
 def test_the_command(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = ["--model", str(folders[0]), "--draft-model", str(folders[1])]
     numbers = tmp_path / "out.json"

@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.cli.forecast.one_model import acceptance
     from specrs.forecast import forecast, lengths_beyond, lengths_up_to, report
     from specrs.forecast.roofline import Roofline, gpu_of
-    from specrs.models.errors import about, with_equal_layers, without_states
+    from specrs.models.errors import about, with_equal_layers, without_interleaved_rope, without_states
     from specrs.models.loader import load_config
     from specrs.pair import DRAFT, TARGET
 
@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     for config in (target, draft):
         without_states(config, "for specrs forecast --roofline")
         with_equal_layers(config, "for specrs forecast --roofline")
+        without_interleaved_rope(config, "for specrs forecast --roofline")
     size = arguments.draft_vocab_size
     if size is not None:
         size = check_int(InvalidConfigError, "--draft-vocab-size", size, 1, draft.vocab_size)
