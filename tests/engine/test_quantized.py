@@ -8,11 +8,12 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_gemma4
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.harness import Feeder
@@ -297,6 +298,18 @@ def test_models_that_make_no_groups(tmp_path: Path) -> None:
     speculative = {"model": str(folder), "num_speculative_tokens": 2, "quantization": "int4"}
     with pytest.raises(UnsupportedConfigError, match=rf"^speculative_config.quantization='int4': .*{reason}"):
         load_weights(EngineConfig(model=str(even), device="cpu", speculative_config=speculative))  # type: ignore[arg-type]
+
+
+def test_experts_that_make_no_groups(tmp_path: Path) -> None:
+    """Check the sizes of shared experts, and of an MLP next to experts, before weights are read."""
+    sizes: dict[str, Any] = {"hidden": 64, "head_dim": 32, "kv_heads": 2, "with_tokenizer": False}
+    fields = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 56}
+    shared = make_checkpoint(tmp_path / "shared", "qwen3_5_moe_text", **sizes, **fields)
+    mlp = make_gemma4(tmp_path / "mlp", "gemma4, experts", **sizes, intermediate=40)
+    for folder, name in ((shared, "a shared expert's intermediate size = 56"), (mlp, "intermediate_size = 40")):
+        (folder / "model.safetensors").write_bytes(b"")
+        with pytest.raises(UnsupportedConfigError, match=rf"^quantization='int4': .* has {name}, groups need"):
+            load_weights(EngineConfig(model=str(folder), device="cpu", quantization="int4"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

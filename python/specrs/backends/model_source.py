@@ -127,8 +127,12 @@ def draft_ranks(config: EngineConfig, ranks: Ranks | None) -> Ranks | None:
 def _check_groups(field: str, quantization: str, source: str, model: ModelConfig) -> None:
     """Raise `UnsupportedConfigError` for a model whose matrices have inputs that do not divide into groups of 32."""
     smallest = INT4_GROUPS[-1]
-    experts = [] if model.experts is None else [("an expert's intermediate size", model.experts.intermediate_size)]
-    dense = model.experts is None or not all(model.experts.layers)
+    experts: list[tuple[str, int]] = []
+    if model.experts is not None:
+        experts.append(("an expert's intermediate size", model.experts.intermediate_size))
+        if model.experts.shared is not None:
+            experts.append(("a shared expert's intermediate size", model.experts.shared))
+    dense = model.experts is None or model.experts.parallel_mlp or not all(model.experts.layers)
     layers = model.varied or (model.plain_sizes,)
     for name, size in (
         ("hidden_size", model.hidden_size),
