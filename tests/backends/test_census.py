@@ -8,7 +8,7 @@ import torch
 from kernel_launches import H200, Launch, recorded
 from lora.adapters import Spec, write_adapter
 from specrs import LoRARequest
-from specrs.backends.cuda import decoder
+from specrs.backends.cuda import attention
 from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import Uncaptured, tasks
 from specrs.backends.cuda.runner import CudaRunner
@@ -97,7 +97,7 @@ def cut_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
         return choose(**named | {"limits": H200, "dtypes": (torch.bfloat16, torch.bfloat16)})
 
     patch.setattr(AttentionConfig, "choose", on_a_gpu)
-    patch.setattr(decoder, "_attention_config", decoder._attention_config.__wrapped__)
+    patch.setattr(attention, "_attention_config", attention._attention_config.__wrapped__)
 
 
 LONG = [[5, 9, 2, 33, 7] * 58, [5, 9, 2, 33, 7] * 5, [60]]

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-import specrs.backends.cuda.decoder as decoder
+import specrs.backends.cuda.attention as attention
 import torch
 from engine.harness import poison as fill_pools
 from specrs.backends.cuda import products, shapes
@@ -243,7 +243,7 @@ def test_attention_of_those_that_decode_is_cut_up_as_without_chunks(
     engine = pair.engine(gpu=True, monkeypatch=monkeypatch, **FIELDS)
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
-    cut_up, cuts = decoder._attention_config, []
+    cut_up, cuts = attention._attention_config, []
 
     def watched(shape: tuple[int, int | None], *rest: Any) -> list[int]:
         cuts.append((shape, rest, cut_up(shape, *rest)))
@@ -253,7 +253,7 @@ def test_attention_of_those_that_decode_is_cut_up_as_without_chunks(
     assert whole is not None
     shape = runner.buckets.merged(whole, 2, 5, 1)
     assert shape is not None
-    monkeypatch.setattr(decoder, "_attention_config", watched)
+    monkeypatch.setattr(attention, "_attention_config", watched)
     with torch.inference_mode():
         verify_pass(runner.ctx, whole.batch, whole.rows, K + 1, greedy=True)
         run_merged(runner.ctx, shape)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specrs.backends.cuda.decoder import Attention, check_head_dim
+from specrs.backends.cuda.attention import Attention
+from specrs.backends.cuda.decoder import check_head_dim
 from specrs.backends.cuda.head_inputs import join_normed
 from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.backends.cuda.products import product, stored, write_argmax, write_logits
