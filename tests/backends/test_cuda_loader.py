@@ -19,7 +19,7 @@ from specrs.drafters.assistant.files import open_assistant
 from specrs.drafters.assistant.torch_loader import TorchAssistant
 from specrs.drafters.mtp.files import open_mtp
 from specrs.drafters.mtp.head import MtpHead
-from specrs.errors import UnsupportedConfigError
+from specrs.errors import UnsupportedConfigError, UnsupportedModelError
 from specrs.kernels.coding import Coding
 from specrs.kernels.kv_scales import KVScales
 from specrs.kernels.linear import DenseWeight
@@ -192,6 +192,35 @@ def test_assistants(size: int | None, cache: str, tmp_path: Path) -> None:
     rows = files.tensors.mapped("model.embed_tokens.weight")[:size]
     assert torch.equal(decoder.lm_head.weight, to_torch(rows))
     assert assistant.target_ids.tolist() == list(range(size or 61))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        (
+            "llama4_text",
+            {},
+            r"architectures=\['Llama4ForCausalLM'\]: not implemented; allowed: on a GPU, a model",
+        ),
+        ("lfm2", {}, r"architectures=\['Lfm2ForCausalLM'\]: not implemented; allowed: on a GPU, a model without"),
+        ("qwen3", {}, "^head_dim=48: the GPU kernels serve 64, .*; allowed: device='cpu'"),
+        ("qwen3_5_text", {"head_dim": 64, "linear_value_head_dim": 136}, "^linear_value_head_dim=136: the GPU kernels"),
+    ],
+)
+def test_models_that_no_kernel_serves(
+    family: str, fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that targets and draft models are rejected before weights are loaded and before their sizes are compared
+    with the GPU's memory."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 0))
+    own = str(make_checkpoint(tmp_path / "own", family, with_tokenizer=False, **fields))
+    served = str(make_checkpoint(tmp_path / "served", head_dim=64, with_tokenizer=False))
+    pairs = [(own, served), (served, own)]
+    for target, draft in pairs[:1] if family in ("lfm2", "qwen3_5_text") else pairs:
+        speculative = SpeculativeConfig(model=draft, num_speculative_tokens=2)
+        config = EngineConfig(model=target, device="cuda", speculative_config=speculative)
+        with pytest.raises(UnsupportedModelError, match=message):
+            BACKENDS["cuda"].check_config(config, "cuda:0", None)
 
 
 def test_rows_in_fp8_need_weights_in_fp8(plain: Path, tmp_path: Path) -> None:

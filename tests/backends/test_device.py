@@ -177,7 +177,7 @@ def test_a_draft_in_fp8_needs_tensor_cores_for_it(
 ) -> None:
     pretend(monkeypatch, capability=capability)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (2**40, 2**40))
-    model = str(make_checkpoint(tmp_path / "model", "qwen3", seed=1, vocab=97, layers=1))
+    model = str(make_checkpoint(tmp_path / "model", "qwen3", seed=1, vocab=97, layers=1, head_dim=64))
     for quantization in ("fp8", "int8", None):
         speculative = SpeculativeConfig(model=model, quantization=quantization, num_speculative_tokens=2)
         config = EngineConfig(model=model, speculative_config=speculative)

@@ -78,7 +78,7 @@ class CudaBackend:
         return int(torch.cuda.mem_get_info(device)[0])
 
     def check_config(self, config: EngineConfig, device: str, ranks: Ranks | None) -> None:
-        from specrs.backends.cuda.fit import check_formats, check_weights_fit
+        from specrs.backends.cuda.fit import check_formats, check_models, check_weights_fit
 
         speculative = config.speculative_config
         if speculative is not None and speculative.quantization == "fp8" and device.startswith(KIND):
@@ -88,6 +88,7 @@ class CudaBackend:
             reason = f"not implemented on device={device!r}; allowed: 'auto' or 'specrs', or device='cpu'"
             raise invalid(UnsupportedConfigError, "model_impl", config.model_impl, reason)
         check_formats(config)
+        check_models(config, device)
         check_weights_fit(config, device, ranks)
 
     def check_rank_parts(self, model: ModelConfig, field: str, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Check that the models of an engine fit in a GPU's memory, from their configurations. Loads no weights."""
+"""Check that a GPU's kernels serve an engine's models, and that these fit in its memory. Reads configurations alone."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import numpy as np
 import torch
 
 from specrs.backends.cuda.adapters import slots_bytes
+from specrs.backends.cuda.decoder import check_head_dim
 from specrs.backends.cuda.device import CUDA_DTYPES
-from specrs.backends.model_source import draft_ranks, draft_source, drafts_by_model, drafts_by_own_head
+from specrs.backends.cuda.net_states import check_net
+from specrs.backends.cuda.workspace import layer_sizes
+from specrs.backends.model_source import ModelSource, draft_ranks, draft_source, drafts_by_model, drafts_by_own_head
 from specrs.config import EngineConfig
 from specrs.drafters.mtp.reader import head_config, mtp_shapes
 from specrs.errors import InvalidConfigError, invalid
 from specrs.models.checkpoint import resolve_folder
 from specrs.models.config import ModelConfig
 from specrs.models.errors import OF_DRAFT, OF_TARGET, about
-from specrs.models.loader import open_checkpoint, resolve_dtype, stored_config
+from specrs.models.loader import load_config, open_checkpoint, resolve_dtype, stored_config
 from specrs.models.quantization.at_load import PROJECTIONS, bits_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
@@ -35,6 +38,27 @@ def check_formats(config: EngineConfig) -> None:
         with about(*OF_DRAFT):
             field, quantization = "speculative_config.quantization", speculative.quantization
             resolve_quantization(field, quantization, *draft, load_format=load_format)
+
+
+def check_models(config: EngineConfig, device: str) -> None:
+    """Raise UnsupportedModelError or UnsupportedConfigError for a target or draft model that the GPU's kernels do
+    not serve. Reads configurations."""
+    with about(*OF_TARGET):
+        dtype = _check_model(ModelSource.of_target(config), device)
+    if drafts_by_model(config) and draft_source(config) is not None:
+        with about(*OF_DRAFT):
+            _check_model(ModelSource.of_draft(config, str(dtype)), device)
+
+
+def _check_model(source: ModelSource, device: str) -> np.dtype[Any]:
+    """Raise an error for a model that the kernels do not serve. Return the dtype of its activations."""
+    types = source.types(CUDA_DTYPES)
+    model = load_config(source.path, revision=source.revision)
+    for sizes in layer_sizes(model):
+        check_head_dim(sizes.head_dim, torch.device(device))
+    if model.delta is not None:
+        check_net(model.delta, torch.device(device))
+    return types.dtype
 
 
 def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = None) -> None:
