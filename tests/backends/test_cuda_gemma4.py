@@ -64,7 +64,7 @@ def test_prompts_and_verification(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", ["decoder.layer_embeddings", "stream.gate_embedding", "decoder.qk_norm_rope", "products.softcap"]
+    "kernel", ["decoder.layer_embeddings", "stream.gate_embedding", "attention.qk_norm_rope", "products.softcap"]
 )
 def test_every_kernel_is_needed(folder: Path, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(folder, "gemma4, all of it", torch.float32)
