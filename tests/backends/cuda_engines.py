@@ -3,6 +3,7 @@ tests."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import tasks
 from specrs.backends.cuda.runner import CudaRunner, Work
+from specrs.backends.cuda.workspace import Workspace
 from specrs.backends.table import BACKENDS
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.models.lora import LoRAAdapter
 from specrs.sampling import SamplingParams
+from torch import Tensor
 
 K = 3
 SMALL: dict[str, Any] = {
@@ -35,6 +38,12 @@ PROMPTS = [[5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22], [5, 9, 2, 33, 7, 7, 1, 12], [6
 def serve_by_cuda(patch: pytest.MonkeyPatch) -> None:
     """Let the CUDA backend make the runners of engines on a CPU."""
     patch.setattr("specrs.engine.plan.backend_of", lambda _device: CUDA)
+
+
+def written_tensors(workspace: Workspace) -> list[Tensor]:
+    """Return the tensors of a workspace that a step must not read before it writes them. Counters stay zero."""
+    found = {field.name: getattr(workspace, field.name) for field in dataclasses.fields(workspace)}
+    return [value for name, value in found.items() if isinstance(value, Tensor) and name != "counters"]
 
 
 def generate(

@@ -28,7 +28,7 @@ from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
 from specrs.sampling import SamplingParams
 
-from backends.cuda_engines import SMALL, K, generate, serve_by_cuda
+from backends.cuda_engines import SMALL, K, generate, serve_by_cuda, written_tensors
 
 from .test_cuda_runner import assert_same_counts
 
@@ -232,18 +232,8 @@ def poison(runner: CudaRunner, caches: bool = True) -> None:
         head = cast("HeadPasses", ctx.drafter).model
         models.append(head.workspace)
         tensors += [getattr(head.buffers, field.name) for field in _fields(head.buffers)]
-    kept = {
-        "counters",
-        "configs",
-        "sized_configs",
-        "limits",
-        "dependent",
-        "rounds_rows",
-        "fuses_draft",
-        "scratch",
-        "experts",
-    }
-    tensors += [getattr(ws, field.name) for ws in models for field in _fields(ws) if field.name not in kept]
+    for workspace in models:
+        tensors += written_tensors(workspace)
     if caches:
         tensors += [layer for cache in (ctx.kv_cache, ctx.drafter.kv_cache) for layer in cache.layers]  # type: ignore[union-attr]
     for tensor in tensors:

@@ -32,7 +32,7 @@ from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
 from triton.runtime.interpreter import InterpretedFunction
 
-from backends.cuda_engines import PROMPTS, SMALL, K, generate, serve_by_cuda
+from backends.cuda_engines import PROMPTS, SMALL, K, generate, serve_by_cuda, written_tensors
 
 VOCAB = 61
 
@@ -415,19 +415,6 @@ def poison(runner: CudaRunner) -> None:
     assert isinstance(ctx.drafter, ModelPasses)
     for model in (ctx.target, ctx.drafter.model):
         assert isinstance(model, CudaDecoder)
-        workspace = model.workspace
-        kept = {
-            "counters",
-            "configs",
-            "sized_configs",
-            "limits",
-            "dependent",
-            "rounds_rows",
-            "fuses_draft",
-            "scratch",
-            "experts",
-        }
-        names = [field.name for field in dataclasses.fields(workspace) if field.name not in kept]
-        tensors += [getattr(workspace, name) for name in names]
+        tensors += written_tensors(model.workspace)
     for tensor in tensors:
         tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**30))

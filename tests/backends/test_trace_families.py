@@ -9,7 +9,7 @@ import torch
 from assistant_reference import make_assistant
 from checkpoints import make_checkpoint, make_gemma4
 from specrs.backends.cuda import iteration
-from specrs.backends.cuda.context import sequences_of
+from specrs.backends.cuda.context import Context, sequences_of
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.shapes import LogitsMode, Shape
 from specrs.kernels.coding import Coding
@@ -72,6 +72,15 @@ def test_delta_nets_take_seven_kernels(k: int, tmp_path: Path) -> None:
     assert counts[0] - counts[1] == 1 + 7 + 8 - 5 * LAYERS
 
 
+def with_and_without_drafts(ctx: Context, logits_mode: LogitsMode) -> list[Watch]:
+    """Return what an iteration launches with K drafts, and with rows for them that no pass drafts."""
+    sequences, watches = sequences_of(ctx.record.views, "num_decode"), [Watch(), Watch()]
+    for watch, passes in zip(watches, (K, 0), strict=True):
+        with torch.inference_mode(), watch:
+            iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode, passes), sequences)
+    return watches
+
+
 @pytest.mark.parametrize("logits_mode", [LogitsMode.GREEDY, LogitsMode.SAMPLED])
 def test_a_draft_of_an_mtp_head_takes_a_layers_kernels(logits_mode: LogitsMode, tmp_path: Path) -> None:
     """Check that an MTP head's draft has the kernels of one layer with gated attention, and a few more: embedding, two
@@ -79,11 +88,7 @@ def test_a_draft_of_an_mtp_head_takes_a_layers_kernels(logits_mode: LogitsMode, 
     target = make_checkpoint(tmp_path, "qwen3_5_text", **SHAPE)  # type: ignore[arg-type]
     with FakeTensorMode():
         ctx = make(target, target, "coupled", "mtp")
-        sequences = sequences_of(ctx.record.views, "num_decode")
-        watches = [Watch(), Watch()]
-        for watch, passes in zip(watches, (K, 0), strict=True):
-            with torch.inference_mode(), watch:
-                iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode, passes), sequences)
+        watches = with_and_without_drafts(ctx, logits_mode)
     counts = [count_ours(watch) for watch in watches]
     spread = 0 if logits_mode is LogitsMode.GREEDY else 3  # to the target's ids; cut and draw
     gathered = 1  # the target's states, before the first draft
@@ -100,11 +105,7 @@ def test_a_draft_of_an_assistant_takes_its_layers_kernels(logits_mode: LogitsMod
     assistant = make_assistant(tmp_path / "assistant", target, heads=4)
     with FakeTensorMode():
         ctx = make(target, assistant, "coupled", "assistant")
-        sequences = sequences_of(ctx.record.views, "num_decode")
-        watches = [Watch(), Watch()]
-        for watch, passes in zip(watches, (K, 0), strict=True):
-            with torch.inference_mode(), watch:
-                iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), logits_mode, passes), sequences)
+        watches = with_and_without_drafts(ctx, logits_mode)
     counts = [count_ours(watch) for watch in watches]
     spread = 0 if logits_mode is LogitsMode.GREEDY else 3  # to the target's ids; cut and draw
     gathered = 1  # the target's states, before the first draft
