@@ -11,6 +11,7 @@ import triton.language as tl
 from specrs.kernels.cuda._delta_gates import decay, sigmoid
 from specrs.kernels.cuda._delta_layout import Sizes, channel_column, conv_dim, number_columns, outputs, sizes_of
 from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda._state_rows import convolve
 from specrs.kernels.cuda.activation import activation
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
@@ -52,7 +53,6 @@ def delta_conv_kernel(  # type: ignore[no-untyped-def]
     enter(DEPENDENT)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
-    BEFORE: tl.constexpr = KERNEL - 1
     s, head = tl.program_id(0), tl.program_id(1)
     is_value = head >= 2 * KEY_HEADS
     row, start = tl.load(rows + s), tl.load(q_start + s)
@@ -70,24 +70,23 @@ def delta_conv_kernel(  # type: ignore[no-untyped-def]
     channel = tl.where(is_value, 2 * KEYS + (head - 2 * KEY_HEADS) * VALUE_DIM, head * KEY_DIM) + j
     column = channel_column(channel, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, BY_KEY_HEAD)
     own = x + (first + start) * x_stride
-    kept = inputs + row * entries * CHANNELS + channel[None, :]
-    total = tl.zeros((TILE, BLOCK), tl.float32)
-    for tap in tl.static_range(KERNEL):
-        # Inputs before the request's first row of this pass are kept: those before the base's end, then of drafts.
-        at = t + tap
-        is_kept = at < BEFORE + replay
-        before = tl.load(
-            kept + at[:, None] * CHANNELS,
-            mask=(live & (at < tl.where(from_base, BEFORE + replay, 0)))[:, None] & inside,
-            other=0,
-        ).to(tl.float32)
-        new = tl.load(
-            own + (at - BEFORE - replay)[:, None] * x_stride + column[None, :],
-            mask=(live & (at >= BEFORE + replay))[:, None] & inside,
-            other=0,
-        ).to(tl.float32)
-        weight = tl.load(conv + tap * CHANNELS + channel, mask=j < tl.where(is_value, VALUE_DIM, KEY_DIM), other=0)
-        total = tl.fma(tl.where(is_kept[:, None], before, new), weight[None, :], total)
+    kept = inputs + row * entries * CHANNELS + channel
+    total = convolve(
+        own + column,
+        kept,
+        conv + channel,
+        t,
+        live,
+        j < tl.where(is_value, VALUE_DIM, KEY_DIM),
+        replay,
+        from_base,
+        x_stride,
+        CHANNELS,
+        KERNEL,
+        0,
+        TILE,
+        BLOCK,
+    )
     made = activation(total, False)
     scale = tl.rsqrt(tl.sum(made * made, 1) + 1e-6)
     scale = tl.where(head < KEY_HEADS, scale * (1.0 / KEY_DIM**0.5), scale)

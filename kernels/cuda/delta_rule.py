@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from specrs.kernels.cuda._delta_layout import COLUMNS, Sizes, channel_column, conv_dim, outputs, sizes_of, slices
 from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda._state_rows import keep_inputs, next_snapshot
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -21,19 +22,6 @@ def _advance(state, key, delta, decay):  # type: ignore[no-untyped-def]
     """Return `decay state + key delta^T`. The sum is one explicit `fma`, which no compiler can round in another way at
     one of the two places that call this function."""
     return tl.fma(key[:, None], delta[None, :], decay * state)
-
-
-@triton.jit
-def _next_snapshot(rows, lengths, slots, count, row, length, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return length and slot of the row's first snapshot of more than `length` positions. Without one, the length is
-    2^62."""
-    FAR: tl.constexpr = 1 << 62
-    i = tl.arange(0, BLOCK)
-    own = (i < count) & (tl.load(rows + i, mask=i < count, other=-1) == row)
-    found = tl.load(lengths + i, mask=own, other=FAR)
-    best = tl.min(tl.where(found > length, found, FAR), 0)
-    slot = tl.load(slots + i, mask=own & (found == best), other=0)
-    return best, tl.max(slot, 0)
 
 
 @triton.jit(
@@ -82,7 +70,6 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
     enter(DEPENDENT)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
-    BEFORE: tl.constexpr = KERNEL - 1
     s, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, start = tl.load(rows + s), tl.load(q_start + s)
     count, replay = tl.load(runs + s), tl.load(runs + stride + s)
@@ -111,7 +98,7 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
     if SNAPSHOTS > 0:
         snapshots = tl.load(snapshot_count)
         length += tl.where(is_first, 0, replay + begin)
-        wanted, slot = _next_snapshot(
+        wanted, slot = next_snapshot(
             snapshot_rows, snapshot_lengths, snapshot_slots, snapshots, row, length, BLOCK_SNAPSHOTS
         )
 
@@ -126,7 +113,7 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
             length += 1
             if length == wanted:
                 tl.store(kept_bases + slot * (VALUE_HEADS * HEAD) + of_state, state, mask=inside)
-                wanted, slot = _next_snapshot(
+                wanted, slot = next_snapshot(
                     snapshot_rows, snapshot_lengths, snapshot_slots, snapshots, row, length, BLOCK_SNAPSHOTS
                 )
 
@@ -150,7 +137,7 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
             length += 1
             if (length == wanted) & (i < commit):
                 tl.store(kept_bases + slot * (VALUE_HEADS * HEAD) + of_state, state, mask=inside)
-                wanted, slot = _next_snapshot(
+                wanted, slot = next_snapshot(
                     snapshot_rows, snapshot_lengths, snapshot_slots, snapshots, row, length, BLOCK_SNAPSHOTS
                 )
         # Programs log what they alone read, so that none overwrites what another one still has to replay.
@@ -165,39 +152,28 @@ def delta_rule_kernel(  # type: ignore[no-untyped-def]
         kept = inputs + row * entries * CHANNELS + channel
         source = x + (first + start) * x_stride
         source += channel_column(channel, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, BY_KEY_HEAD)
-        if SNAPSHOTS > 0:
-            wanted, slot = _next_snapshot(
-                snapshot_rows, snapshot_lengths, snapshot_slots, snapshots, row, before, BLOCK_SNAPSHOTS
-            )
-            while wanted <= before + replay + commit:
-                for j in tl.static_range(BEFORE):
-                    at = wanted - before + j
-                    is_kept = at < BEFORE + replay
-                    old = tl.load(
-                        kept + at * CHANNELS, mask=channel < tl.where(is_kept & (begins == 0), CHANNELS, 0), other=0
-                    )
-                    new = tl.load(
-                        source + (at - BEFORE - replay) * x_stride,
-                        mask=channel < tl.where(is_kept, 0, CHANNELS),
-                        other=0,
-                    )
-                    target = kept_inputs + (slot * BEFORE + j) * CHANNELS + channel
-                    tl.store(target, tl.where(is_kept, old, new), mask=channel < CHANNELS)
-                wanted, slot = _next_snapshot(
-                    snapshot_rows, snapshot_lengths, snapshot_slots, snapshots, row, wanted, BLOCK_SNAPSHOTS
-                )
-        for j in tl.static_range(BEFORE):
-            # Ascending, because each comes from a place further on.
-            at = replay + commit + j
-            is_kept = at < BEFORE + replay
-            old = tl.load(kept + at * CHANNELS, mask=channel < tl.where(is_kept & (begins == 0), CHANNELS, 0), other=0)
-            new = tl.load(
-                source + (at - BEFORE - replay) * x_stride, mask=channel < tl.where(is_kept, 0, CHANNELS), other=0
-            )
-            tl.store(kept + j * CHANNELS, tl.where(is_kept, old, new), mask=channel < CHANNELS)
-        for i in range(commit, count):
-            new = tl.load(source + i * x_stride, mask=channel < CHANNELS, other=0)
-            tl.store(kept + (BEFORE + i - commit) * CHANNELS, new, mask=channel < CHANNELS)
+        keep_inputs(
+            source,
+            kept,
+            kept_inputs,
+            channel,
+            row,
+            before,
+            count,
+            replay,
+            begins == 0,
+            commit,
+            x_stride,
+            snapshots,
+            snapshot_rows,
+            snapshot_lengths,
+            snapshot_slots,
+            CHANNELS,
+            KERNEL,
+            0,
+            SNAPSHOTS,
+            BLOCK_SNAPSHOTS,
+        )
 
 
 @torch.library.custom_op("specrs::delta_rule", mutates_args=("memory",))

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from models.cuda_models import LENGTH, compare, load, on_device, span
 from models.harness import Feeder
 from specrs.backends.cuda.decoder import CudaDecoder
+from specrs.backends.cuda.delta_states import check_net
 from specrs.backends.cuda.device import CUDA_DTYPES
-from specrs.backends.cuda.net_states import check_net
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
@@ -88,7 +88,7 @@ def test_every_kernel_is_needed(folder: Path, kernel: str, monkeypatch: pytest.M
     fed = [{0: span(0, 5)}, {0: span(5, 7)}]
     feeder = Feeder(on_device(model), block_size=8, max_len=LENGTH)
     expected = [feeder.feed(rows, prompts=True) for rows in fed]
-    module = "decoder" if "gates" in kernel else "net_states"
+    module = "decoder" if "gates" in kernel else "delta_states"
     monkeypatch.setattr(f"specrs.backends.cuda.{module}.{kernel}", lambda *_: None)
     feeder = Feeder(on_device(model), block_size=8, max_len=LENGTH)
     found = [feeder.feed(rows, prompts=True) for rows in fed]

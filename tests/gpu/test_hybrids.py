@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from mtp_reference import add_head
-from specrs.backends.cuda.net_states import NetStates
+from specrs.backends.cuda.delta_states import DeltaStates
 from specrs.models.decoder_weights import DeltaWeights
 from specrs.models.delta_net import DeltaNet
 from specrs.models.inputs import PassInputs
@@ -49,7 +49,7 @@ class Passes:
             random(net.value_heads),
             random(net.value_dim),
         )
-        self.states = NetStates.allocate(
+        self.states = DeltaStates.allocate(
             self.config, max_rows=4096, max_seqs=2, num_drafts=drafts, dtype=dtype, device=device
         )
         self.out = torch.zeros((4096, net.inner), dtype=dtype, device=device)

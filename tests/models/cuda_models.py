@@ -129,7 +129,7 @@ class Poisoned(CudaDecoder):
         if self.workspace.experts is not None:
             buffers += self.workspace.experts.tensors
         if self.states is not None:
-            buffers += [self.states.mixed, self.states.gates, self.states.replayed]
+            buffers += self.states.buffers
         for buffer in buffers:
             if isinstance(buffer, Tensor) and buffer.is_floating_point():
                 buffer.fill_(torch.nan)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from specrs.backends.cuda import net_states
-from specrs.backends.cuda.net_states import NetStates
+from specrs.backends.cuda import delta_states
+from specrs.backends.cuda.delta_states import DeltaStates
 from specrs.kernels.cuda.delta_runs import delta_runs, delta_runs_reference
 from specrs.models.decoder_weights import DeltaWeights
 from specrs.models.delta_net import DeltaNet
@@ -91,12 +91,12 @@ class Driver:
     drafts: int
     dtype: torch.dtype = torch.float32
     slots: int = 0
-    states: NetStates = field(init=False)
+    states: DeltaStates = field(init=False)
     exact: LayerStates = field(default_factory=LayerStates)
     own: LayerStates = field(default_factory=LayerStates)
 
     def __post_init__(self) -> None:
-        self.states = NetStates.allocate(
+        self.states = DeltaStates.allocate(
             self.config,
             max_rows=64,
             max_seqs=ROWS,
@@ -122,7 +122,7 @@ class Driver:
     def feed(self, decoding: list[Fed], chunks: list[Fed], w: DeltaWeights[Tensor], *, prompts: bool = False) -> Tensor:
         """Return the outputs `[N, value_heads * value_dim]` of a pass over `decoding` and prompt `chunks`. Rows of
         `decoding` after the first are drafts unless `prompts`."""
-        for scratch in (self.states.mixed, self.states.gates, self.states.replayed):
+        for scratch in self.states.buffers:
             scratch.fill_(torch.nan)
         self.states.runs.fill_(-1)
         x, positions, starts = [], [], []
@@ -208,7 +208,7 @@ def test_bits_are_those_of_rows_one_by_one(net: DeltaNet, drafts: int, prompt: i
     w, own = weights_of(net), text(net, 1)
     alone = Driver(net, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(net_states, "PIECE_ROWS", data.draw(st.integers(1, 6)))
+        patch.setattr(delta_states, "PIECE_ROWS", data.draw(st.integers(1, 6)))
         driver = Driver(net, drafts)
     outputs, at = [], 0
     while at < prompt:
@@ -249,7 +249,7 @@ def test_snapshots_are_states_of_committed_rows(net: DeltaNet, drafts: int, prom
     w, own = weights_of(net), text(net, 1)
     alone, lengths = Driver(net, 0), data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3, unique=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(net_states, "PIECE_ROWS", data.draw(st.integers(1, 6)))
+        patch.setattr(delta_states, "PIECE_ROWS", data.draw(st.integers(1, 6)))
         driver = Driver(net, drafts, slots=5)
     driver.plan([(0, 2, 1), *((1, length, 2 + i) for i, length in enumerate(lengths))])
     driver.feed([Fed(1, own[:prompt], 0)], [], w, prompts=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ class Context:
     chunks: ChunkBuffers
     scratch: SamplingScratch
     target: TorchModel
-    states: NetStates | None  # states of the target's delta nets; None: all layers have attention
+    states: NetStates[Any] | None  # of the target's delta nets or short convolutions; None: all layers have attention
     kv_cache: KVCache
     drafter: DraftPasses | None  # None without speculation, and if all drafts are from the host
     rules: DraftRules

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch.nn.functional import pad
 
 from specrs.backends.cuda.adapters import AdapterSlots, LayerAdapters
 from specrs.backends.cuda.attention import Attention
+from specrs.backends.cuda.conv_states import ConvStates
+from specrs.backends.cuda.delta_states import DeltaStates, check_net
 from specrs.backends.cuda.experts import codings_of
-from specrs.backends.cuda.net_states import NetPass, NetStates, check_net
+from specrs.backends.cuda.net_states import NetPass, NetStates
 from specrs.backends.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.backends.cuda.products import product, stored, write_argmax, write_logits
 from specrs.backends.cuda.stream import Stream, stream_of
@@ -64,8 +67,8 @@ class CudaDecoder(TorchFacts):
     """Exchange of embeddings among ranks. None: there is one rank."""
     logits_parts: LogitsParts | None = None
     """Exchange of logits and argmaxes among ranks. None: there is one rank."""
-    states: NetStates | None = None
-    """States of delta nets. None: all layers have attention."""
+    states: NetStates[Any] | None = None
+    """States of delta nets or short convolutions. None: all layers have attention."""
     adapters: AdapterSlots | None = None
     """Slots of LoRA adapters. None: no request has one."""
     rotary: tuple[Tensor, Tensor | None] = field(init=False)
@@ -120,10 +123,10 @@ class CudaDecoder(TorchFacts):
             workspace = dataclasses.replace(workspace, experts=experts)
         if has_fp8_wide_rows(weights):
             workspace = workspace.rounding_rows(shapes, few=has_fp8_rows(weights))
-        states = None
+        states: NetStates[Any] | None = None
         if c.delta is not None:
             check_net(c.delta, device)
-            states = NetStates.allocate(
+            states = DeltaStates.allocate(
                 c,
                 max_rows=max_rows,
                 max_seqs=max_seqs,
@@ -131,6 +134,10 @@ class CudaDecoder(TorchFacts):
                 num_snapshots=num_snapshots,
                 dtype=weights.dtype,
                 device=device,
+            )
+        elif c.conv is not None:
+            states = ConvStates.allocate(
+                c.conv, max_seqs=max_seqs, num_drafts=num_drafts, num_snapshots=num_snapshots, device=device
             )
         return cls(weights, workspace, kv_groups, ranks, embedding_parts, logits_parts, states)
 
@@ -202,12 +209,11 @@ class CudaDecoder(TorchFacts):
         for i, w in enumerate(weights.layers):
             entries = [] if kept is None else [kept[:, at] for at, layer in enumerate(hidden_layers) if layer == i]
             own = None if adapters is None else adapters.layer(i)
-            if w.delta is None:
-                self._attention(stream, attend, norms[i], w, caches[i], i, entries, own)
-            else:
-                assert nets is not None
-                self._delta_net(stream, nets, norms[i], w, num_nets, entries)
+            if nets is not None and c.has_state(i):
+                self._net(stream, nets, norms[i], w, num_nets, entries)
                 num_nets += 1
+            else:
+                self._attention(stream, attend, norms[i], w, caches[i], i, entries, own)
             embedding = None if added is None else added[:, i]
             stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None, own, embedding)
         return HiddenStates(stream.normed(weights.final_norm), kept)
@@ -257,24 +263,23 @@ class CudaDecoder(TorchFacts):
             apply_gates(projected, attended, c.num_heads, c.head_dim, ws.dependent)
         stream.add_product("o", attended, w.o, w.post_attention_norm, w.attention_output_norm, adapters)
 
-    def _delta_net(
+    def _net(
         self,
         stream: Stream,
-        nets: NetPass,
+        nets: NetPass[Any],
         norm: Tensor | None,
         w: TorchLayer,
         index: int,
         entries: Sequence[Tensor],
     ) -> None:
-        """Add the output of delta net number `index` to the stream. Copies the stream at the layer's input into each of
-        `entries` `[N, hidden]`."""
-        ws, rows = self.workspace, len(nets.positions)
+        """Add the output of delta net or short convolution number `index` to the stream. Copies the stream at the
+        layer's input into each of `entries` `[N, hidden]`."""
+        ws, rows = self.workspace, nets.rows
         projected, netted = ws.projection(rows, w.qkv.shape[0]), ws.netted[:rows]
         stream.normed_product("net", norm, w.qkv, projected)
         for entry in entries:
             entry.copy_(ws.hidden[:rows])
-        assert w.delta is not None
-        nets(index, w.delta, projected, netted)
+        nets(index, w.conv if w.delta is None else w.delta, projected, netted)
         stream.add_product("net_o", netted, w.o, w.post_attention_norm, w.attention_output_norm)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -367,9 +372,10 @@ def _rotary(weights: TorchWeights) -> tuple[Tensor, Tensor | None]:
 
 def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
     """Return the products of `layer_shapes`, each in every coding that a layer's weight of this size has."""
-    shapes = layer_shapes(weights.config, weights.dtype, weights.device)
-    attention = [layer for layer in weights.layers if layer.delta is None]
-    nets = [layer for layer in weights.layers if layer.delta is not None]
+    c = weights.config
+    shapes = layer_shapes(c, weights.dtype, weights.device)
+    attention = [layer for i, layer in enumerate(weights.layers) if not c.has_state(i)]
+    nets = [layer for i, layer in enumerate(weights.layers) if c.has_state(i)]
     experts = [layer.experts for layer in weights.layers if layer.experts is not None]
     shared = [one.shared for one in experts if one.shared is not None]
     products = {

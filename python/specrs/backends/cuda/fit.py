@@ -10,8 +10,8 @@ import torch
 
 from specrs.backends.cuda.adapters import slots_bytes
 from specrs.backends.cuda.decoder import check_head_dim
+from specrs.backends.cuda.delta_states import check_net
 from specrs.backends.cuda.device import CUDA_DTYPES
-from specrs.backends.cuda.net_states import check_net
 from specrs.backends.cuda.workspace import layer_sizes
 from specrs.backends.model_source import ModelSource, draft_ranks, draft_source, drafts_by_model, drafts_by_own_head
 from specrs.config import EngineConfig

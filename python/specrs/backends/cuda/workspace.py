@@ -88,7 +88,7 @@ def linear_shapes(
     heads = fused_heads(config, dtype, limits_of(torch.device(device)))
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     router = {} if config.experts is None else {"router": LinearShape(config.experts.count, config.hidden_size, dtype)}
-    net, nets = config.delta, {}
+    net, nets = config.states, {}
     if config.experts is not None and config.experts.shared is not None:
         nets["shared_gate_up"] = LinearShape(config.experts.shared, config.hidden_size, dtype, gated=True)
         nets["shared_down"] = LinearShape(config.hidden_size, config.experts.shared, dtype)
@@ -143,7 +143,7 @@ def logits_rows(max_seqs: int) -> int:
 def _projected_width(config: ModelConfig) -> int:
     """Return the maximum number of outputs of an input projection other than q, k and v, such as a delta net's. 0 if
     there is none."""
-    net = 0 if config.delta is None else config.delta.outputs
+    net = 0 if config.states is None else config.states.outputs
     gated = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.output_gate else 0
     return max(net, gated)
 
@@ -224,12 +224,12 @@ class Workspace:
     """[max_rows, (heads + 2 * kv_heads) * head_dim], queries, keys and values. Of layers of different sizes, the widest
     counts; see `part`."""
     projected: Tensor
-    """Outputs of input projections that are not all queries, keys and values, flat: of attention with output gates, and
-    of delta nets. Empty if a model has neither."""
+    """Outputs of input projections that are not all queries, keys and values, flat: of attention with output gates, of
+    delta nets, and of short convolutions. Empty if a model has none of them."""
     attended: Tensor
     """[max_rows, heads * head_dim], attention's output."""
     netted: Tensor
-    """[max_rows, value_heads * value_dim], output of delta nets. 0 columns if the model has no delta nets."""
+    """[max_rows, inner], outputs of delta nets or short convolutions. 0 columns if the model has neither."""
     layer_embeddings: Tensor
     """[max_rows, layers, size], each layer's embedding of a row's token. 0 layers if the model has none."""
     layer_gate: Tensor
@@ -345,7 +345,7 @@ class Workspace:
             qkv=buffer(room, max((config.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in kinds)),
             projected=buffer(room * _projected_width(config)),
             attended=buffer(max_rows, max(shape.k for shape in shapes["o"])),
-            netted=buffer(max_rows, 0 if config.delta is None else config.delta.inner),
+            netted=buffer(max_rows, 0 if config.states is None else config.states.inner),
             layer_embeddings=buffer(room, config.num_layers if size else 0, size),
             layer_gate=buffer(room, size),
             gate_up=buffer(mlp_rows, 2 * intermediate),
