@@ -1,4 +1,5 @@
-"""The CUDA pass of models with gated delta nets, with interpreted kernels: logits, and the texts of whole engines."""
+"""The CUDA pass of models with gated delta nets or short convolutions, with interpreted kernels: logits, and the texts
+of whole engines."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.errors import UnsupportedModelError
 from specrs.models.loader import load_config
+from specrs.models.short_conv import CONV, FULL
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
 from sweep import sweep
@@ -37,7 +39,12 @@ from backends.cuda_engines import SMALL, generate, give_graphs, serve_by_cuda
 
 VOCAB, K = 61, 3
 SHAPE: dict[str, Any] = {"hidden": 32, "intermediate": 32, "kv_heads": 1, "head_dim": 16, "vocab": VOCAB}
-NET: dict[str, Any] = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "lfm2": {"layers": 3, "layer_types": [CONV, FULL, CONV], "conv_L_cache": 4},
+}
+"""Families whose layers have states, with the fields of their small models."""
+each_family = pytest.mark.parametrize("family", FAMILIES)
 GREEDY = SamplingParams(temperature=0.0)
 _random = random.Random(3)
 # Repeated parts, whose continuations n-grams guess.
@@ -50,9 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def paths(folder: Path) -> tuple[Path, Path]:
-    target = make_checkpoint(folder / "target", "qwen3_5_text", seed=1, **SHAPE, **NET)
-    return target, make_checkpoint(folder / "draft", "qwen3", seed=2, layers=1, **SHAPE)
+def paths(folder: Path, family: str) -> tuple[Path, Path]:
+    target = make_checkpoint(folder / family, family, seed=1, **SHAPE, **FAMILIES[family])
+    return target, make_checkpoint(folder / f"{family} draft", "qwen3", seed=2, layers=1, **SHAPE)
 
 
 LONG = [PROMPTS[2][:15], [*PROMPTS[2][:15], 4, 4, 9], PROMPTS[2][:9] + PROMPTS[1], PROMPTS[1] + PROMPTS[2][:4]]
@@ -60,12 +67,12 @@ LONG = [PROMPTS[2][:15], [*PROMPTS[2][:15], 4, 4, 9], PROMPTS[2][:9] + PROMPTS[1
 
 
 @cache
-def long_texts(folder: Path) -> list[list[int]]:
+def long_texts(folder: Path, family: str) -> list[list[int]]:
     """Return the texts of `LONG` by the CPU runner without drafts."""
-    return [texts(generate(engine(folder, None, gpu=False), [GREEDY], 5, [prompt]))[0] for prompt in LONG]
+    return [texts(generate(engine(folder, family, None, gpu=False), [GREEDY], 5, [prompt]))[0] for prompt in LONG]
 
 
-@pytest.mark.parametrize("name", ["hybrid", "hybrid with experts", "qwen3_next"])
+@pytest.mark.parametrize("name", ["hybrid", "hybrid with experts", "qwen3_next", "lfm2"])
 def test_prompt_chunks(folder: Path, name: str) -> None:
     """Check prompts: more than 64 rows at once next to another request's chunk, then verification, then single rows."""
 
@@ -80,28 +87,35 @@ def test_prompt_chunks(folder: Path, name: str) -> None:
     compare(folder, name, run)
 
 
-@pytest.mark.parametrize("kernel", ["delta_conv", "delta_rule", "gated_norm", "split_gates", "apply_gates"])
-def test_every_kernel_is_needed(folder: Path, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+KERNELS = {
+    "hybrid": ["delta_states.delta_conv", "delta_states.delta_rule", "delta_states.gated_norm"],
+    "lfm2": ["conv_states.short_conv", "conv_states.keep_conv_inputs"],
+}
+"""Kernels of layers with states, by model."""
+KERNELS["hybrid"] += ["decoder.split_gates", "decoder.apply_gates"]
+
+
+@pytest.mark.parametrize(("name", "kernel"), [(name, kernel) for name in KERNELS for kernel in KERNELS[name]])
+def test_every_kernel_is_needed(folder: Path, name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that every kernel is needed: without it logits are NaN or wrong, because buffers and states begin with
     NaN."""
-    model = load(folder, "hybrid", torch.float32)
+    model = load(folder, name, torch.float32)
     fed = [{0: span(0, 5)}, {0: span(5, 7)}]
     feeder = Feeder(on_device(model), block_size=8, max_len=LENGTH)
     expected = [feeder.feed(rows, prompts=True) for rows in fed]
-    module = "decoder" if "gates" in kernel else "delta_states"
-    monkeypatch.setattr(f"specrs.backends.cuda.{module}.{kernel}", lambda *_: None)
+    monkeypatch.setattr(f"specrs.backends.cuda.{kernel}", lambda *_: None)
     feeder = Feeder(on_device(model), block_size=8, max_len=LENGTH)
     found = [feeder.feed(rows, prompts=True) for rows in fed]
     assert not torch.allclose(found[1], expected[1])
 
 
 @cache
-def weights(folder: Path, drafter: str | None) -> Any:
-    return load_weights(config_of(folder, drafter))
+def weights(folder: Path, family: str, drafter: str | None) -> Any:
+    return load_weights(config_of(folder, family, drafter))
 
 
-def config_of(folder: Path, drafter: str | None, **fields: Any) -> EngineConfig:
-    target, draft = paths(folder)
+def config_of(folder: Path, family: str, drafter: str | None, **fields: Any) -> EngineConfig:
+    target, draft = paths(folder, family)
     speculative: dict[str, Any] = {"method": drafter, "num_speculative_tokens": K}
     if drafter == "ngram":
         speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -117,12 +131,12 @@ def config_of(folder: Path, drafter: str | None, **fields: Any) -> EngineConfig:
     )
 
 
-def engine(folder: Path, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
+def engine(folder: Path, family: str, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         if gpu:
             serve_by_cuda(patch)
             fields["enforce_eager"] = False
-        made = build_engine(config_of(folder, drafter, **fields), weights(folder, drafter))
+        made = build_engine(config_of(folder, family, drafter, **fields), weights(folder, family, drafter))
     runner = made.runner
     assert isinstance(runner, CudaRunner) == gpu
     if isinstance(runner, CudaRunner):
@@ -141,9 +155,9 @@ def texts(requests: list[Request]) -> list[list[int]]:
 
 
 @cache
-def plain(folder: Path, params: tuple[SamplingParams, ...], num_tokens: int) -> list[list[int]]:
+def plain(folder: Path, family: str, params: tuple[SamplingParams, ...], num_tokens: int) -> list[list[int]]:
     """Return the texts of the CPU runner without drafts."""
-    return texts(generate(engine(folder, None, gpu=False), list(params), num_tokens, PROMPTS))
+    return texts(generate(engine(folder, family, None, gpu=False), list(params), num_tokens, PROMPTS))
 
 
 def predicting(params: SamplingParams, own: list[int]) -> SamplingParams:
@@ -154,6 +168,7 @@ def predicting(params: SamplingParams, own: list[int]) -> SamplingParams:
 SAMPLED = SamplingParams(temperature=1.0)
 
 
+@each_family
 @sweep(6)
 @given(
     st.sampled_from([None, "ngram", "draft_model"]),
@@ -164,13 +179,14 @@ SAMPLED = SamplingParams(temperature=1.0)
     st.lists(st.sampled_from([0, 1, K]), min_size=3, max_size=3),
 )
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int, ks: list[int]
+    folder: Path, family: str, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int, ks: list[int]
 ) -> None:
     """Check texts against a CPU without drafts, for every drafter, preemption, batch and chunk size; prompts run in
     verification passes or in passes of their own."""
     params = SAMPLED if sampled else GREEDY
     mine = engine(
         folder,
+        family,
         drafter,
         gpu=True,
         rule="coupled" if sampled else "rejection",
@@ -180,7 +196,7 @@ def test_texts_are_those_of_a_cpu_without_drafts(
     )
     if graphs:
         give_graphs(mine)
-    own, expected = [params] * 3, plain(folder, (params,) * 3, 7)
+    own, expected = [params] * 3, plain(folder, family, (params,) * 3, 7)
     if drafter is not None:
         own = [params.replace(num_speculative_tokens=k) for k in ks]
     if drafter == "ngram":
@@ -188,29 +204,32 @@ def test_texts_are_those_of_a_cpu_without_drafts(
     assert texts(generate(mine, own, 7, PROMPTS)) == expected
 
 
-def test_drafts_are_accepted_and_rows_are_used_again(folder: Path) -> None:
+@each_family
+def test_drafts_are_accepted_and_rows_are_used_again(folder: Path, family: str) -> None:
     """Check that drafts are accepted, and that a request in a used row is not affected by the row's earlier request."""
-    mine = engine(folder, "ngram", gpu=True, max_num_seqs=2)
-    expected = plain(folder, (GREEDY,) * 3, 7)
+    mine = engine(folder, family, "ngram", gpu=True, max_num_seqs=2)
+    expected = plain(folder, family, (GREEDY,) * 3, 7)
     for _ in range(2):
         assert texts(generate(mine, [predicting(GREEDY, own) for own in expected], 7, PROMPTS)) == expected
     stats = mine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
-def test_a_preempted_request_begins_anew(folder: Path) -> None:
+@each_family
+def test_a_preempted_request_begins_anew(folder: Path, family: str) -> None:
     """Check that a preempted request starts again. Two requests need more blocks than the pool has."""
     prompts, made = [PROMPTS[1], PROMPTS[1][::-1]], []
     for gpu in (True, False):
-        own = engine(folder, None, gpu=gpu, num_gpu_blocks_override=8, num_reserved_decode_tokens=0)
+        own = engine(folder, family, None, gpu=gpu, num_gpu_blocks_override=8, num_reserved_decode_tokens=0)
         made.append(texts(generate(own, [GREEDY] * 2, 14, prompts)))
         assert own.scheduler.num_preemptions > 0
     assert made[0] == made[1]
 
 
-def test_prompts_in_verification_passes(folder: Path) -> None:
+@each_family
+def test_prompts_in_verification_passes(folder: Path, family: str) -> None:
     """Check requests that arrive one after the other, so that prompts run in verification passes."""
-    mine = engine(folder, "draft_model", gpu=True)
+    mine = engine(folder, family, "draft_model", gpu=True)
     graphs = give_graphs(mine)
     requests = []
     for i, prompt in enumerate(PROMPTS[::-1]):
@@ -221,12 +240,13 @@ def test_prompts_in_verification_passes(folder: Path) -> None:
             mine.step()
     while mine.has_unfinished():
         mine.step()
-    assert texts(requests)[::-1] == plain(folder, (GREEDY,) * 3, 7)
+    assert texts(requests)[::-1] == plain(folder, family, (GREEDY,) * 3, 7)
     assert any(type(key).__name__ == "MergedShape" for key in graphs.replayed)
 
 
-def test_nan_in_a_state_ends_its_request_alone(folder: Path) -> None:
-    mine = engine(folder, None, gpu=True)
+@each_family
+def test_nan_in_a_state_ends_its_request_alone(folder: Path, family: str) -> None:
+    mine = engine(folder, family, None, gpu=True)
     requests = [
         Request(i, prompt, GREEDY.replace(max_tokens=7, ignore_eos=True), seed=i) for i, prompt in enumerate(PROMPTS)
     ]
@@ -239,14 +259,16 @@ def test_nan_in_a_state_ends_its_request_alone(folder: Path) -> None:
     assert isinstance(ctx.target, CudaDecoder)
     assert ctx.target.states is not None
     rows = [row for row in range(3) if ctx.state.tokens[row, : len(PROMPTS[1])].tolist() == PROMPTS[1]]
-    ctx.target.states.bases[:, rows[0]] = torch.nan
+    for memory in ctx.target.states.memory:
+        memory[:, rows[0] : rows[0] + 1] = torch.nan
     while mine.has_unfinished():
         mine.step()
     assert "not finite" in str(requests[1].error)
     for i in (0, 2):
-        assert requests[i].output_token_ids == plain(folder, (GREEDY,) * 3, 7)[i]
+        assert requests[i].output_token_ids == plain(folder, family, (GREEDY,) * 3, 7)[i]
 
 
+@each_family
 @sweep(6)
 @given(
     st.sampled_from([None, "ngram", "draft_model"]),
@@ -256,16 +278,23 @@ def test_nan_in_a_state_ends_its_request_alone(folder: Path) -> None:
     st.booleans(),
 )
 def test_prefix_hits_have_the_texts_of_misses(
-    folder: Path, drafter: str | None, rounds: list[list[int]], budget: int, slots: int | None, graphs: bool
+    folder: Path,
+    family: str,
+    drafter: str | None,
+    rounds: list[list[int]],
+    budget: int,
+    slots: int | None,
+    graphs: bool,
 ) -> None:
     """Check that prefix hits give the texts of misses: prompts with common beginnings, repeatedly, with few and many
     snapshot slots. Snapshots are written often."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specrs.backends.blueprint.SNAPSHOT_INTERVAL", 8)
         patch.setattr("specrs.backends.blueprint.DECODE_SNAPSHOT_INTERVAL", 4)
-        row, _ = weights(folder, None).target.state_bytes
+        row, _ = weights(folder, family, None).target.state_bytes
         mine = engine(
             folder,
+            family,
             drafter,
             gpu=True,
             max_num_batched_tokens=budget,
@@ -277,14 +306,15 @@ def test_prefix_hits_have_the_texts_of_misses(
         for order in rounds:
             prompts = [LONG[i] for i in order]
             made = texts(generate(mine, [GREEDY] * len(order), 5, prompts))
-            assert made == [long_texts(folder)[i] for i in order]
+            assert made == [long_texts(folder, family)[i] for i in order]
         mine.scheduler.check_integrity()
 
 
-def test_a_hit_begins_with_a_snapshot(folder: Path) -> None:
-    mine = engine(folder, "draft_model", gpu=True, enable_prefix_caching=True)
+@each_family
+def test_a_hit_begins_with_a_snapshot(folder: Path, family: str) -> None:
+    mine = engine(folder, family, "draft_model", gpu=True, enable_prefix_caching=True)
     for _ in range(2):
-        assert texts(generate(mine, [GREEDY], 5, LONG[:1])) == long_texts(folder)[:1]
+        assert texts(generate(mine, [GREEDY], 5, LONG[:1])) == long_texts(folder, family)[:1]
     stats = mine.stats()
     assert stats.state_cache is not None
     assert stats.state_cache.hits == 1
@@ -292,19 +322,15 @@ def test_a_hit_begins_with_a_snapshot(folder: Path) -> None:
 
 
 def test_models_that_the_kernels_do_not_serve(folder: Path, tmp_path: Path) -> None:
-    """Check that models with features that the kernels lack are rejected: short convolutions, RoPE of neighbouring
-    features, and delta nets with too large heads."""
-    conv = make_checkpoint(tmp_path / "lfm2", "lfm2")
-    source = ModelSource.of_target(EngineConfig(model=str(conv), dtype="float32"))
-    with pytest.raises(UnsupportedModelError, match="on a GPU, a model without short convolutions"):
-        source.types(CUDA_DTYPES)
+    """Check that models with features that the kernels lack are rejected: RoPE of neighbouring features, and delta
+    nets with too large heads."""
     for experts in (None, []):
         turned = make_checkpoint(tmp_path / f"llama4 {experts}", "llama4_text", moe_layers=experts)
         source = ModelSource.of_target(EngineConfig(model=str(turned), dtype="float32"))
         with pytest.raises(UnsupportedModelError, match="on a GPU, a model whose RoPE rotates halves of a head"):
             source.types(CUDA_DTYPES)
-    assert ModelSource.of_target(config_of(folder, None)).types(CUDA_DTYPES).dtype == "float32"
-    net = load_config(paths(folder)[0]).delta
+    assert ModelSource.of_target(config_of(folder, "qwen3_5_text", None)).types(CUDA_DTYPES).dtype == "float32"
+    net = load_config(paths(folder, "qwen3_5_text")[0]).delta
     assert net is not None
     for field, own in (("linear_key_head_dim", "key_dim"), ("linear_value_head_dim", "value_dim")):
         wide = replace(net, **{own: 136})  # type: ignore[arg-type]

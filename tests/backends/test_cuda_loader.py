@@ -202,7 +202,6 @@ def test_assistants(size: int | None, cache: str, tmp_path: Path) -> None:
             {},
             r"architectures=\['Llama4ForCausalLM'\]: not implemented; allowed: on a GPU, a model",
         ),
-        ("lfm2", {}, r"architectures=\['Lfm2ForCausalLM'\]: not implemented; allowed: on a GPU, a model without"),
         ("qwen3", {}, "^head_dim=48: the GPU kernels serve 64, .*; allowed: device='cpu'"),
         ("qwen3_5_text", {"head_dim": 64, "linear_value_head_dim": 136}, "^linear_value_head_dim=136: the GPU kernels"),
     ],
@@ -216,7 +215,7 @@ def test_models_that_no_kernel_serves(
     own = str(make_checkpoint(tmp_path / "own", family, with_tokenizer=False, **fields))
     served = str(make_checkpoint(tmp_path / "served", head_dim=64, with_tokenizer=False))
     pairs = [(own, served), (served, own)]
-    for target, draft in pairs[:1] if family in ("lfm2", "qwen3_5_text") else pairs:
+    for target, draft in pairs[:1] if family == "qwen3_5_text" else pairs:
         speculative = SpeculativeConfig(model=draft, num_speculative_tokens=2)
         config = EngineConfig(model=target, device="cuda", speculative_config=speculative)
         with pytest.raises(UnsupportedModelError, match=message):

@@ -16,6 +16,7 @@ from specrs.models.decoder_weights import ExpertWeights, SharedWeights
 from specrs.models.delta_net import FULL, LINEAR
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.short_conv import CONV
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from specrs.models.torch_weights import TorchExperts, TorchLayer, TorchWeights
@@ -48,6 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("qwen3_5_text", {"layer_types": [LINEAR, FULL, LINEAR], "layers": 3}),
     "hybrid with experts": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {"layer_types": [FULL, LINEAR, FULL], "layers": 3, "mlp_only_layers": [1]}),
+    "lfm2": ("lfm2", {"layer_types": [CONV, FULL, CONV], "layers": 3, "conv_L_cache": 4}),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90

@@ -13,7 +13,6 @@ from specrs.models.config import ModelConfig
 from specrs.models.errors import (
     with_equal_layers,
     without_interleaved_rope,
-    without_short_convolutions,
     without_states,
 )
 from specrs.models.kv_dtypes import resolve_cache_dtype
@@ -85,7 +84,6 @@ class ModelSource:
         model = load_config(self.path, revision=self.revision)
         if dtypes is not CPU_DTYPES:
             without_interleaved_rope(model, "on a GPU")
-            without_short_convolutions(model, "on a GPU")
         if self.is_draft:
             without_states(model, "as a draft model")
         elif self.config.enable_lora:

@@ -5,7 +5,6 @@ Memory that no row has written yet holds NaN.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,16 +18,15 @@ from specrs.backends.cuda.delta_states import DeltaStates
 from specrs.kernels.cuda.delta_runs import delta_runs, delta_runs_reference
 from specrs.models.decoder_weights import DeltaWeights
 from specrs.models.delta_net import DeltaNet
-from specrs.models.inputs import ChunkRows, PassInputs
 from specrs.models.torch_delta_net import delta_net
 from specrs.models.torch_states import LayerStates, Runs
 from sweep import sweep
 from torch import Tensor
 
+from .net_passes import ROWS, Fed, feed, plan
 from .tolerance import assert_near
 
-ROWS, EPS = 3, 1e-6
-"""Number of state rows, and eps of the norms."""
+EPS = 1e-6
 Net = tuple[DeltaNet, DeltaWeights[Tensor]]
 
 
@@ -71,19 +69,6 @@ def text(net: DeltaNet, row: int, length: int = 40) -> Tensor:
 
 
 @dataclass
-class Fed:
-    """The rows of one request in a pass."""
-
-    row: int
-    x: Tensor
-    """[n, outputs], outputs of the input projection."""
-    first: int
-    """Position of the first of the rows."""
-    masked: int = 0
-    """Number of masked rows after the request's rows."""
-
-
-@dataclass
 class Driver:
     """Runs passes by the kernels, and the same by torch in float64 and float32."""
 
@@ -108,13 +93,6 @@ class Driver:
         for memory in self.states.memory:
             memory.fill_(torch.nan)
 
-    def plan(self, snapshots: list[tuple[int, int, int]]) -> None:
-        """Make the next passes write snapshots. `snapshots`: row, length and slot of each."""
-        self.states.num_planned.fill_(len(snapshots))
-        for i, snapshot in enumerate(snapshots):
-            self.states.planned[:, i] = torch.tensor(snapshot)
-            self.states.kept_lengths[snapshot[2]] = snapshot[1]
-
     @property
     def config(self) -> Any:
         return SimpleNamespace(delta=self.net, rms_norm_eps=EPS)
@@ -122,30 +100,7 @@ class Driver:
     def feed(self, decoding: list[Fed], chunks: list[Fed], w: DeltaWeights[Tensor], *, prompts: bool = False) -> Tensor:
         """Return the outputs `[N, value_heads * value_dim]` of a pass over `decoding` and prompt `chunks`. Rows of
         `decoding` after the first are drafts unless `prompts`."""
-        for scratch in self.states.buffers:
-            scratch.fill_(torch.nan)
-        self.states.runs.fill_(-1)
-        x, positions, starts = [], [], []
-        for fed in (decoding, chunks):
-            starts.append([0])
-            for own in fed:
-                x += [own.x, torch.full((own.masked, self.net.outputs), torch.nan)]
-                positions += [*range(own.first, own.first + len(own.x)), *[-1] * own.masked]
-                starts[-1].append(starts[-1][-1] + len(own.x) + own.masked)
-        rows, first = torch.cat(x).to(self.dtype), starts[0][-1]
-        of_rows = [torch.tensor([own.row for own in fed], dtype=torch.int64) for fed in (decoding, chunks)]
-        q_start, none = [torch.tensor(start) for start in starts], torch.zeros((1, 1), dtype=torch.int64)
-        longest = [max((b - a for a, b in itertools.pairwise(start)), default=0) for start in starts]
-        after = ChunkRows(first, q_start[1], none, None, longest[1], len(decoding), of_rows[1]) if chunks else None
-        at = torch.tensor(positions)
-        inputs = PassInputs(
-            at, at, at, q_start[0], none, longest[0], 99, prompts=prompts, chunks=after, device_rows=of_rows[0]
-        )
-        strided = torch.cat((rows, torch.full((len(rows), 3), torch.nan)), 1).to(self.dtype)[:, :-3]
-        out = torch.full((len(rows), self.net.inner), torch.nan, dtype=self.dtype)
-        self.states.begin(inputs, dependent=False)(0, w, strided, out)
-        assert not out[at < 0].any()
-        return out
+        return feed(self.states, w, decoding, chunks, torch.empty(0, self.net.inner, dtype=self.dtype), prompts=prompts)
 
     def reference(
         self, decoding: list[Fed], chunks: list[Fed], w: DeltaWeights[Tensor], dtype: torch.dtype, *, prompts: bool
@@ -251,7 +206,7 @@ def test_snapshots_are_states_of_committed_rows(net: DeltaNet, drafts: int, prom
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta_states, "PIECE_ROWS", data.draw(st.integers(1, 6)))
         driver = Driver(net, drafts, slots=5)
-    driver.plan([(0, 2, 1), *((1, length, 2 + i) for i, length in enumerate(lengths))])
+    plan(driver.states, [(0, 2, 1), *((1, length, 2 + i) for i, length in enumerate(lengths))])
     driver.feed([Fed(1, own[:prompt], 0)], [], w, prompts=True)
     at = covered = prompt
     for _ in range(data.draw(st.integers(0, 3))):
@@ -274,7 +229,7 @@ def test_snapshots_are_states_of_committed_rows(net: DeltaNet, drafts: int, prom
             continue
         assert kept_states[:, slot].equal(states[length - 1][0])
         assert kept_inputs[:, slot].equal(states[length - 1][1])
-        driver.plan([])
+        plan(driver.states, [])
         driver.states.restore(2, slot)
         driver.feed([Fed(2, own[length : length + 3], length)], [], w, prompts=True)
         assert driver.states.bases[:, 2].equal(states[length + 2][0])
