@@ -61,7 +61,11 @@ def _variants() -> tuple[Variant, ...]:
                 "counters": "*i32",
                 "scale_log2": "fp32",
             }
-            constants: dict[str, Any] = shape_constants(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16, "WINDOW": 0}
+            constants: dict[str, Any] = shape_constants(config, heads, kv_heads, dim) | {
+                "BLOCK_SIZE": 16,
+                "WINDOW": 0,
+                "CHUNKED": False,
+            }
             constants["PER_SPLIT"] = config.blocks_per_split
             if codes is None:
                 constants |= {"FRACTION": 0, "v_scale": None}
@@ -86,6 +90,7 @@ def _variants() -> tuple[Variant, ...]:
             if dtype == "bf16" and dim == 128 and rows <= MAX_VERIFY_ROWS and codes is None:
                 kinds["k_start"] = {"k_start": "*i64"}, {"sinks": None}
             if (dtype, dim, heads, rows, codes) == ("bf16", 128, 64, 6, None):
+                kinds["chunks"] = {}, {"k_start": None, "sinks": None, "WINDOW": 8192, "CHUNKED": True}
                 kinds["window"] = {}, {"k_start": None, "sinks": None, "WINDOW": 1024}
                 long = {"SPLITS": many.splits, "SPLIT_BLOCK": triton.next_power_of_2(many.splits)}
                 long |= {"PER_SPLIT": many.blocks_per_split, "FUSED": many.fused_lines(heads // kv_heads)}

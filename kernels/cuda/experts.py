@@ -18,6 +18,13 @@ _BLOCK = 1024
 
 
 @triton.jit
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    """Return `1 / (1 + e^-x)`. No exponential overflows."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1 + e)
+
+
+@triton.jit
 def route_kernel(  # type: ignore[no-untyped-def]
     logits,
     positions,
@@ -28,6 +35,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     EXPERTS: tl.constexpr,
     EACH: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_EACH: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -37,9 +45,12 @@ def route_kernel(  # type: ignore[no-untyped-def]
     expert = tl.arange(0, BLOCK)
     free = expert < EXPERTS
     x = tl.load(logits + row * logits_stride + expert, mask=free, other=float("-inf"))
-    top = tl.max(x, 0)
-    weight = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
-    weight /= tl.sum(weight, 0)
+    if SIGMOID:
+        weight = _sigmoid(x)
+    else:
+        top = tl.max(x, 0)
+        weight = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
+        weight /= tl.sum(weight, 0)
     # A row with NaN is sent somewhere, too, to different experts: its own output is NaN.
     x = tl.where(x == x, x, float("-inf"))
     place = tl.arange(0, BLOCK_EACH)
@@ -110,21 +121,42 @@ def add_pairs_kernel(  # type: ignore[no-untyped-def]
         # What a pair that no expert has made holds may be NaN: it is not loaded.
         there = column < tl.where(tl.load(ids + pair) >= 0, WIDTH, 0)
         part = tl.load(x + pair * WIDTH + column, mask=there, other=0).to(tl.float32)
-        acc += tl.where(there, part * tl.load(shares + pair), 0.0)
+        if shares is not None:
+            part *= tl.load(shares + pair)
+        acc += tl.where(there, part, 0.0)
     if shared is not None:
-        # Every program of a row computes the row's gate, in the same order of sums.
         width = tl.where(tl.load(ids + row * EACH) >= 0, WIDTH, 0)
-        products = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, WIDTH, BLOCK):
-            h = tl.load(rows + row * WIDTH + first + lane, mask=first + lane < width, other=0).to(tl.float32)
-            g = tl.load(gate + first + lane, mask=first + lane < width, other=0).to(tl.float32)
-            products += h * g
-        z = tl.sum(products, 0)
-        # No exponential overflows.
-        e = tl.exp(-tl.abs(z))
         part = tl.load(shared + row * WIDTH + column, mask=column < width, other=0).to(tl.float32)
-        acc += part * (tl.where(z >= 0, 1.0, e) / (1 + e))
+        if gate is not None:
+            # Every program of a row computes the row's gate, in the same order of sums.
+            products = tl.zeros([BLOCK], tl.float32)
+            for first in range(0, WIDTH, BLOCK):
+                h = tl.load(rows + row * WIDTH + first + lane, mask=first + lane < width, other=0).to(tl.float32)
+                g = tl.load(gate + first + lane, mask=first + lane < width, other=0).to(tl.float32)
+                products += h * g
+            part *= _sigmoid(tl.sum(products, 0))
+        acc += part
     tl.store(out + row * WIDTH + column, acc.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def weigh_inputs_kernel(  # type: ignore[no-untyped-def]
+    x,
+    ids,
+    shares,
+    out,
+    x_stride,
+    WIDTH: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    pair = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < tl.where(tl.load(ids + pair) >= 0, WIDTH, 0)
+    value = tl.load(x + pair // EACH * x_stride + column, mask=there, other=0).to(tl.float32)
+    tl.store(out + pair * WIDTH + column, (value * tl.load(shares + pair)).to(out.dtype.element_ty), mask=there)
 
 
 @torch.library.custom_op("specrs::route", mutates_args=("ids", "shares"))
@@ -136,6 +168,7 @@ def route(
     normalize: bool,
     dependent: bool,
     scales: Tensor | None = None,
+    sigmoid: bool = False,
 ) -> None:
     """Choose the k experts with the largest logits of each row, the lowest id in a tie (Fedus et al. 2021, eq. 1).
 
@@ -143,11 +176,12 @@ def route(
         logits: `[N, E]` fp32, contiguous rows of any stride.
         positions: `[N]` int64; a row at -1 has no experts.
         ids: `[N, k]` int32, written: the experts by descending logit; -1: none.
-        shares: `[N, k]` fp32, written: the softmax over all E logits at each expert; with `normalize`, divided by their
-            sum.
+        shares: `[N, k]` fp32, written: the softmax over all E logits at each expert, or with `sigmoid` the sigmoid of
+            its logit; with `normalize`, divided by their sum.
         normalize: divide `shares` by their sum.
         dependent: launch dependently (see `_dependent_launch`).
         scales: `[E]`, factors of the shares of each expert, which are multiplied last; None: there are none.
+        sigmoid: take sigmoids in the place of a softmax.
     """
     _check_route(logits, positions, ids, shares, scales)
     (rows, experts), each = logits.shape, ids.shape[1]
@@ -161,6 +195,7 @@ def route(
         EXPERTS=experts,
         EACH=each,
         NORMALIZE=normalize,
+        SIGMOID=sigmoid,
         BLOCK=triton.next_power_of_2(experts),
         BLOCK_EACH=triton.next_power_of_2(each),
         num_warps=1,
@@ -177,6 +212,7 @@ def _(
     normalize: bool,
     dependent: bool,
     scales: Tensor | None = None,
+    sigmoid: bool = False,
 ) -> None:
     _check_route(logits, positions, ids, shares, scales)
 
@@ -223,7 +259,9 @@ def _check_sort(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
 
 
 @torch.library.custom_op("specrs::add_pairs", mutates_args=("out",))
-def add_pairs(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out: Tensor, dependent: bool) -> None:
+def add_pairs(
+    x: Tensor, ids: Tensor, shares: Tensor | None, shared: list[Tensor], out: Tensor, dependent: bool
+) -> None:
     """Add up the experts' outputs for each row, weighted by share, in the order of its pairs, then that of a shared
     expert. Writes the sums into `out` `[N, hidden]`.
 
@@ -240,33 +278,75 @@ def add_pairs(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out:
     _check_add(x, ids, shares, shared, out)
     (rows, width), each = out.shape, ids.shape[1]
     grid = (rows, triton.cdiv(width, _BLOCK))
-    operands = shared or (None, None, None)
+    operands = shared if len(shared) > 1 else (None, None, *(shared or (None,)))
     add_pairs_kernel[grid](x, ids, shares, *operands, out, WIDTH=width, EACH=each, BLOCK=_BLOCK, **options(dependent))
 
 
 @add_pairs.register_fake
-def _(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out: Tensor, dependent: bool) -> None:
+def _(x: Tensor, ids: Tensor, shares: Tensor | None, shared: list[Tensor], out: Tensor, dependent: bool) -> None:
     _check_add(x, ids, shares, shared, out)
 
 
-def _check_add(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out: Tensor) -> None:
+def _check_add(x: Tensor, ids: Tensor, shares: Tensor | None, shared: list[Tensor], out: Tensor) -> None:
+    assert len(shared) in (0, 1, 3)
+    if len(shared) == 3:
+        assert shared[0].shape == out.shape
+        assert shared[1].shape == out.shape[1:]
     if shared:
-        rows, gate, made = shared
-        assert rows.shape == made.shape == out.shape
-        assert gate.shape == out.shape[1:]
+        assert shared[-1].shape == out.shape
         assert all(tensor.dtype == out.dtype and tensor.is_contiguous() for tensor in shared)
     assert x.shape == (ids.numel(), out.shape[1])
-    assert ids.shape == shares.shape == (out.shape[0], ids.shape[1])
+    assert ids.shape == (out.shape[0], ids.shape[1])
+    assert shares is None or (shares.shape == ids.shape and shares.is_contiguous())
     assert x.dtype == out.dtype
-    assert all(tensor.is_contiguous() for tensor in (x, ids, shares, out))
+    assert all(tensor.is_contiguous() for tensor in (x, ids, out))
+
+
+@torch.library.custom_op("specrs::weigh_inputs", mutates_args=("out",))
+def weigh_inputs(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor, dependent: bool) -> None:
+    """Write the input of each pair's expert, for experts whose inputs are weighted and not their outputs: row `p // k`
+    of x times the share of pair p. Computed in fp32 and rounded once.
+
+    Args:
+        x: `[N, hidden]`, rows of any stride.
+        ids, shares: of `route`, `[N, k]`. Pairs without an expert are not written.
+        out: `[N * k, hidden]` contiguous, of x's dtype, written.
+        dependent: launch dependently (see `_dependent_launch`).
+    """
+    _check_weigh(x, ids, shares, out)
+    pairs, width = out.shape
+    weigh_inputs_kernel[(pairs, triton.cdiv(width, _BLOCK))](
+        x, ids, shares, out, x.stride(0), WIDTH=width, EACH=ids.shape[1], BLOCK=_BLOCK, **options(dependent)
+    )
+
+
+@weigh_inputs.register_fake
+def _(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor, dependent: bool) -> None:
+    _check_weigh(x, ids, shares, out)
+
+
+def _check_weigh(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor) -> None:
+    assert ids.shape == shares.shape == (x.shape[0], ids.shape[1])
+    assert out.shape == (ids.numel(), x.shape[1])
+    assert x.dtype == out.dtype
+    assert x.stride(1) == 1
+    assert all(tensor.is_contiguous() for tensor in (ids, shares, out))
 
 
 def route_reference(
-    logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool, scales: Tensor | None = None
+    logits: Tensor,
+    positions: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    normalize: bool,
+    scales: Tensor | None = None,
+    *,
+    sigmoid: bool = False,
 ) -> None:
     """Do what `route` does, in plain torch in float64. Rows with NaN differ."""
     order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
-    chosen = logits.double().softmax(1).gather(1, order)
+    wide = logits.double()
+    chosen = (wide.sigmoid() if sigmoid else wide.softmax(1)).gather(1, order)
     shares.copy_(chosen / chosen.sum(1, keepdim=True) if normalize else chosen)
     if scales is not None:
         shares.mul_(scales.double()[order])
@@ -284,20 +364,38 @@ def sort_pairs_reference(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
     starts[-1] = end
 
 
-def add_pairs_reference(x: Tensor, ids: Tensor, shares: Tensor, shared: list[Tensor], out: Tensor) -> None:
+def add_pairs_reference(x: Tensor, ids: Tensor, shares: Tensor | None, shared: list[Tensor], out: Tensor) -> None:
     """Do what `add_pairs` does, in plain torch in float64, rounded once."""
-    parts = x.double().view(*ids.shape, -1) * shares.double().unsqueeze(2)
+    parts = x.double().view(*ids.shape, -1)
+    if shares is not None:
+        parts = parts * shares.double().unsqueeze(2)
     added = torch.where((ids >= 0).unsqueeze(2), parts, 0).sum(1)
     if shared:
-        rows, gate, made = (tensor.double() for tensor in shared)
-        added += torch.where(ids[:, :1] >= 0, (rows @ gate).sigmoid()[:, None] * made, 0)
+        *gated, made = (tensor.double() for tensor in shared)
+        if gated:
+            made = (gated[0] @ gated[1]).sigmoid()[:, None] * made
+        added += torch.where(ids[:, :1] >= 0, made, 0)
     out.copy_(added)
 
 
+_ROUTES = (
+    # experts, experts of a row, whether they have factors, whether shares are sigmoids
+    (128, 8, False, False),
+    (8, 2, False, False),
+    (512, 10, False, False),
+    (128, 8, True, False),
+    (16, 1, False, True),
+)
+_ADDITIONS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    # end of the name, operands besides the experts' outputs, experts of a row
+    ("", ("shares",), 8),
+    ("_shared", ("shares", "rows", "gate", "shared"), 8),
+    ("_unweighted", ("shared",), 1),
+)
 VARIANTS = (
     *(
         Variant(
-            f"route_{each}_of_{experts}{'_scaled' * scaled}",
+            f"route_{each}_of_{experts}{'_scaled' * scaled}{'_sigmoid' * sigmoid}",
             route_kernel,
             {"logits": "*fp32", "positions": "*i64", "ids": "*i32", "shares": "*fp32", "logits_stride": "i32"}
             | ({"scales": "*bf16"} if scaled else {}),
@@ -305,14 +403,15 @@ VARIANTS = (
             | {
                 "EXPERTS": experts,
                 "EACH": each,
-                "NORMALIZE": True,
+                "NORMALIZE": not sigmoid,
+                "SIGMOID": sigmoid,
                 "BLOCK": experts,
                 "BLOCK_EACH": triton.next_power_of_2(each),
                 "DEPENDENT": False,
             },
             num_warps=1,
         )
-        for experts, each, scaled in ((128, 8, False), (8, 2, False), (512, 10, False), (128, 8, True))
+        for experts, each, scaled, sigmoid in _ROUTES
     ),
     Variant(
         "sort_pairs",
@@ -320,14 +419,23 @@ VARIANTS = (
         {"ids": "*i32", "pairs": "*i32", "starts": "*i32", "count": "i32"},
         {"EXPERTS": 128, "BLOCK": _BLOCK, "DEPENDENT": False},
     ),
+    Variant(
+        "weigh_inputs_bf16",
+        weigh_inputs_kernel,
+        {"x": "*bf16", "ids": "*i32", "shares": "*fp32", "out": "*bf16", "x_stride": "i32"},
+        {"WIDTH": 5120, "EACH": 1, "BLOCK": _BLOCK, "DEPENDENT": False},
+        aligned=("x_stride",),
+    ),
     *(
         Variant(
-            name,
+            f"add_pairs_bf16{name}",
             add_pairs_kernel,
-            {"x": "*bf16", "ids": "*i32", "shares": "*fp32", "out": "*bf16"} | dict.fromkeys(present, "*bf16"),
-            {"WIDTH": 2048, "EACH": 8, "BLOCK": _BLOCK, "DEPENDENT": False}
-            | dict.fromkeys({"rows", "gate", "shared"} - {*present}),
+            {"x": "*bf16", "ids": "*i32", "out": "*bf16"}
+            | dict.fromkeys(present, "*bf16")
+            | ({"shares": "*fp32"} if "shares" in present else {}),
+            {"WIDTH": 2048, "EACH": each, "BLOCK": _BLOCK, "DEPENDENT": False}
+            | dict.fromkeys({"shares", "rows", "gate", "shared"} - {*present}),
         )
-        for name, present in (("add_pairs_bf16", ()), ("add_pairs_bf16_shared", ("rows", "gate", "shared")))
+        for name, present, each in _ADDITIONS
     ),
 )

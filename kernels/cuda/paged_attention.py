@@ -99,6 +99,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     SPLIT_BLOCK: tl.constexpr,
     PER_SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     FUSED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -126,7 +127,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     if WINDOW > 0:
         # Of the window of the tile's first row; rows after it see less of that.
         first = tl.min(tl.where(position < 0, context, position), 0)
-        lowest = tl.maximum(lowest, first - (WINDOW - 1))
+        lowest = tl.maximum(lowest, first - (first % WINDOW if CHUNKED else WINDOW - 1))
     if (k_start is not None) | (WINDOW > 0):
         # Blocks keep their splits: what lies wholly below is passed over.
         begin = split + tl.cdiv(tl.maximum(lowest // BLOCK_N - split, 0), SPLITS) * SPLITS
@@ -166,7 +167,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
                 k = numbers(k, FRACTION, query.dtype)
             scores = tl.dot(query, k, input_precision="ieee") * scale_log2
             seen = (n[None, :] <= position[:, None]) & inside[None, :]
-            if WINDOW > 0:
+            if CHUNKED:
+                seen = seen & (n[None, :] >= (position - position % WINDOW)[:, None])
+            elif WINDOW > 0:
                 seen = seen & (n[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
@@ -284,7 +287,7 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class MaskParams:
-    """Scale, window, sinks and cache scales of a layer's attention."""
+    """Scale, window or chunks, sinks and cache scales of a layer's attention."""
 
     scale: float
     """Factor on the scores, usually D^-0.5."""
@@ -295,6 +298,8 @@ class MaskParams:
     gpt-oss). None: there are none."""
     kv_scales: KVScales = UNSCALED
     """Scales of K and V in a quantized cache; ignored otherwise."""
+    chunked: bool = False
+    """True if a window ends where the row's chunk begins: positions are divided into chunks as long as the window."""
 
 
 def paged_attention(
@@ -310,10 +315,10 @@ def paged_attention(
     """Write `softmax(scale q K^T + M) V` for every row and head into `out` (Vaswani et al. 2017, eq. 1).
 
     Row i attends positions 0..positions[i] of its request, or from its `k_start` on. With a window it attends the last
-    `mask_params.window` of them. Query head h uses KV head `h // (heads / kv_heads)` (Ainslie et al. 2023). Rows at
-    position -1 give zeros, rows after `q_start[B]` are left as they were. Nothing after a tile's context, before
-    `k_start` or before all windows of a tile is loaded, no table entry either, so NaN left there by earlier owners
-    stays there.
+    `mask_params.window` of them, or those of its own chunk. Query head h uses KV head `h // (heads / kv_heads)`
+    (Ainslie et al. 2023). Rows at position -1 give zeros, rows after `q_start[B]` are left as they were. Nothing after
+    a tile's context, before `k_start` or before all windows of a tile is loaded, no table entry either, so NaN left
+    there by earlier owners stays there.
 
     Args:
         q: `[N, heads * D]`, contiguous rows of any stride.
@@ -331,7 +336,7 @@ def paged_attention(
     Sums are fp32; the weights are rounded to q's dtype before they meet V.
     """
     where = [rows.positions, rows.q_start, rows.block_table, rows.k_start, mask_params.sinks]
-    sizes = [rows.max_q_len, mask_params.window or 0, *config]
+    sizes = [rows.max_q_len, mask_params.window or 0, int(mask_params.chunked), *config]
     scales = list(mask_params.kv_scales) if cache.dtype in FRACTIONS else [1.0, 1.0]
     scales[0] *= mask_params.scale
     torch.ops.specrs.paged_attention(q, cache, where, out, list(scratch), scales, sizes, dependent)
@@ -349,7 +354,7 @@ def _paged_attention(
     dependent: bool,
 ) -> None:
     _check(q, cache, rows, out, scratch, sizes)
-    (where, k_start, sinks), (max_q_len, window, *config) = _named(rows), sizes
+    (where, k_start, sinks), (max_q_len, window, chunked, *config) = _named(rows), sizes
     positions, q_start, block_table = where
     partial_out, partial_stat, counters = scratch
     c = AttentionConfig(*config)
@@ -382,6 +387,7 @@ def _paged_attention(
         PER_SPLIT=c.blocks_per_split,
         FRACTION=fraction,
         WINDOW=window,
+        CHUNKED=bool(chunked),
         FUSED=fused,
         num_warps=c.num_warps,
         num_stages=c.num_stages,
@@ -429,9 +435,9 @@ def _named(rows: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor, Tensor]
 def _check(
     q: Tensor, cache: Tensor, rows: list[Tensor | None], out: Tensor, scratch: list[Tensor], sizes: list[int]
 ) -> None:
-    ((positions, q_start, block_table), k_start, sinks), (max_q_len, window, *config) = _named(rows), sizes
+    ((positions, q_start, block_table), k_start, sinks), (max_q_len, window, chunked, *config) = _named(rows), sizes
     batch = q_start.shape[0] - 1
-    assert window >= 0
+    assert window >= chunked
     assert k_start is None or k_start.shape == (batch,)
     assert sinks is None or (sinks.shape == (q.shape[1] // cache.shape[4],) and sinks.is_contiguous())
     kv_heads, dim = cache.shape[2], cache.shape[4]
@@ -485,7 +491,8 @@ def paged_attention_reference(
             context = min(int(positions[row]) + 1, block_table.shape[1] * block_size)
             first = 0 if k_start is None else int(k_start[b])
             if mask_params.window is not None:
-                first = max(first, int(positions[row]) + 1 - mask_params.window)
+                position, window = int(positions[row]), mask_params.window
+                first = max(first, position - position % window if mask_params.chunked else position + 1 - window)
             if context <= first:
                 continue
             at = torch.arange(first, context, device=q.device)

@@ -40,6 +40,7 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr,
     NORMS_V: tl.constexpr,
     K_IS_V: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     FRACTION: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -51,20 +52,25 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     # wrote before it waits itself.
     wait_for_previous(DEPENDENT)
     start_next(DEPENDENT)
-    # A head is two halves that are rotated, and the rest.
+    # A head is two halves that are rotated, and the rest. Features that are rotated with each other are half a head
+    # apart, or neighbours.
     D: tl.constexpr = 2 * HALF + REST
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    NEXT: tl.constexpr = 1 if INTERLEAVED else HALF
+    tl.static_assert(not (INTERLEAVED and REST > 0))
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     i = tl.arange(0, BLOCK_HALF)
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & (i < HALF)[None, :]
     is_qk = (head < HEADS + KV_HEADS)[:, None]
     rotated = is_qk & (i < HALF)[None, :]
-    place = head[:, None] * D + i[None, :]
+    feature = (STEP * i)[None, :]
+    place = head[:, None] * D + feature
     # Values that are keys are read where the keys are.
-    read = tl.where(head < HEADS + KV_HEADS, head, head - KV_HEADS)[:, None] * D + i[None, :] if K_IS_V else place
+    read = tl.where(head < HEADS + KV_HEADS, head, head - KV_HEADS)[:, None] * D + feature if K_IS_V else place
     source = qkv + row * qkv_stride + read
     first = tl.load(source, mask=inside, other=0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
+    second = tl.load(source + NEXT, mask=inside, other=0).to(tl.float32)
     if REST > 0:
         j = 2 * HALF + tl.arange(0, BLOCK_REST)
         after = (head < HEADS + 2 * KV_HEADS)[:, None] & (j < D)[None, :]
@@ -83,7 +89,7 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
         scale = tl.rsqrt(mean + eps)[:, None]
         normed = inside if NORMS_V else rotated
         first = tl.where(normed, first * scale * tl.load(qk_norm + place, mask=normed, other=0).to(tl.float32), first)
-        norm = tl.load(qk_norm + HALF + place, mask=normed, other=0).to(tl.float32)
+        norm = tl.load(qk_norm + NEXT + place, mask=normed, other=0).to(tl.float32)
         second = tl.where(normed, second * scale * norm, second)
         if REST > 0:
             norm = tl.load(qk_norm + rest_place, mask=after & is_qk, other=0).to(tl.float32)
@@ -101,18 +107,18 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
 
     is_q = inside & (head < HEADS)[:, None]
     tl.store(source, turned.to(qkv.dtype.element_ty), mask=is_q)
-    tl.store(source + HALF, second.to(qkv.dtype.element_ty), mask=is_q)
+    tl.store(source + NEXT, second.to(qkv.dtype.element_ty), mask=is_q)
     slot = tl.load(slots + row + 0 * head)
     written = inside & ((head >= HEADS) & (slot >= 0))[:, None]
     block = slot // BLOCK_SIZE * (2 * KV_HEADS) + (head - HEADS)
     place = (block * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * D
-    target = cache + place + i[None, :]
+    target = cache + place + feature
     if FRACTION > 0:
         kv_scale = tl.where(is_qk, k_scale, v_scale)
         turned = encoded(turned, kv_scale, FRACTION)
         second = encoded(second, kv_scale, FRACTION)
     tl.store(target, turned.to(cache.dtype.element_ty), mask=written)
-    tl.store(target + HALF, second.to(cache.dtype.element_ty), mask=written)
+    tl.store(target + NEXT, second.to(cache.dtype.element_ty), mask=written)
     if REST > 0:
         rest_target = qkv + row * qkv_stride + rest_place
         tl.store(rest_target, rest.to(qkv.dtype.element_ty), mask=after & (head < HEADS)[:, None])
@@ -132,6 +138,7 @@ def qk_norm_rope(
     num_heads: int,
     floats: list[float],
     dependent: bool,
+    interleaved: bool = False,
 ) -> None:
     """Norm and rotate the q heads in place, and write the k heads, normed and rotated, and the v heads into the cache.
 
@@ -150,6 +157,8 @@ def qk_norm_rope(
         num_heads: heads of q.
         floats: eps of the norms, and the scales of K and V in a cache of codes (`KVScales`), without meaning elsewhere.
         dependent: launch dependently (see `_dependent_launch`).
+        interleaved: True if features 2i and 2i + 1 of a head are rotated with each other, which needs R = D. False:
+            features i and i + R / 2 are.
 
     Everything is computed in fp32 and rounded once. No two rows may have the same slot.
     """
@@ -160,7 +169,7 @@ def qk_norm_rope(
     constants = _constants(num_heads, kv_heads, dim, 2 * angles[0].shape[1] if angles else dim, whole)
     constants |= {"ANGLES": angles[0].stride(0)} if angles else {}
     constants["NORMS_V"] = kv_heads > 0 and qk_norm is not None and qk_norm.shape[0] == heads
-    constants["K_IS_V"] = k_is_v
+    constants["K_IS_V"], constants["INTERLEAVED"] = k_is_v, interleaved
     fraction = fraction_of(cache.dtype)
     qk_norm_rope_kernel[(qkv.shape[0], triton.cdiv(heads, constants["BLOCK_HEADS"]))](
         qkv,
@@ -200,6 +209,7 @@ def _constants(num_heads: int, kv_heads: int, dim: int, rotated: int, whole: boo
         "WHOLE": whole,
         "NORMS_V": False,
         "K_IS_V": False,
+        "INTERLEAVED": False,
         "BLOCK_HEADS": triton.next_power_of_2(num_heads + 2 * kv_heads) if whole else _BLOCK_HEADS,
         "BLOCK_HALF": triton.next_power_of_2(rotated // 2),
         "BLOCK_REST": triton.next_power_of_2(rest) if rest else 1,
@@ -221,6 +231,7 @@ def _(
     num_heads: int,
     floats: list[float],
     dependent: bool,
+    interleaved: bool = False,
 ) -> None:
     _check(qkv, qk_norm, angles, slots, cache, num_heads)
 
@@ -256,6 +267,8 @@ def qk_norm_rope_reference(
     num_heads: int,
     eps: float,
     kv_scales: Sequence[float] = (1.0, 1.0),
+    *,
+    interleaved: bool = False,
 ) -> None:
     """Do what `qk_norm_rope` does, in plain torch in float64, rounded once."""
     block_size, dim = cache.shape[3:]
@@ -276,7 +289,10 @@ def qk_norm_rope_reference(
         c, s = (values.double()[:, None] for values in angles)
         half = c.shape[2]
         first, second, rest = torch.split(x, [half, half, dim - 2 * half], dim=-1)
-        x = torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
+        if interleaved:
+            first, second = x[..., ::2], x[..., 1::2]
+        turned = first * c - second * s, second * c + first * s
+        x = torch.stack(turned, dim=-1).flatten(2) if interleaved else torch.cat((*turned, rest), dim=-1)
     qkv[:, : num_heads * dim] = x[:, :num_heads].flatten(1).to(qkv.dtype)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0 and kv_heads:
@@ -328,5 +344,6 @@ VARIANTS = (
     _variant("qk_norm_rope_bf16_d128_rotated96_e5m2", "bf16", 128, normed=False, rotated=96, fraction=2),
     _variant("qk_norm_rope_bf16_d256_values", "bf16", 256, normed=True, own={"ANGLES": 256, "NORMS_V": True}),
     _variant("qk_norm_rope_bf16_d512_keys_are_values", "bf16", 512, normed=True, own={"NORMS_V": True, "K_IS_V": True}),
+    _variant("qk_norm_rope_bf16_d128_normed_interleaved", "bf16", 128, normed=True, own={"INTERLEAVED": True}),
     _variant("qk_norm_rope_bf16_d512_queries", "bf16", 512, normed=True, own={"KV_HEADS": 0}),
 )

@@ -321,14 +321,8 @@ def test_a_hit_begins_with_a_snapshot(folder: Path, family: str) -> None:
     assert stats.state_cache.stored > 0
 
 
-def test_models_that_the_kernels_do_not_serve(folder: Path, tmp_path: Path) -> None:
-    """Check that models with features that the kernels lack are rejected: RoPE of neighbouring features, and delta
-    nets with too large heads."""
-    for experts in (None, []):
-        turned = make_checkpoint(tmp_path / f"llama4 {experts}", "llama4_text", moe_layers=experts)
-        source = ModelSource.of_target(EngineConfig(model=str(turned), dtype="float32"))
-        with pytest.raises(UnsupportedModelError, match="on a GPU, a model whose RoPE rotates halves of a head"):
-            source.types(CUDA_DTYPES)
+def test_models_that_the_kernels_do_not_serve(folder: Path) -> None:
+    """Check that delta nets with too large heads are rejected."""
     assert ModelSource.of_target(config_of(folder, "qwen3_5_text", None)).types(CUDA_DTYPES).dtype == "float32"
     net = load_config(paths(folder, "qwen3_5_text")[0]).delta
     assert net is not None

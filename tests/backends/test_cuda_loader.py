@@ -197,11 +197,6 @@ def test_assistants(size: int | None, cache: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        (
-            "llama4_text",
-            {},
-            r"architectures=\['Llama4ForCausalLM'\]: not implemented; allowed: on a GPU, a model",
-        ),
         ("qwen3", {}, "^head_dim=48: the GPU kernels serve 64, .*; allowed: device='cpu'"),
         ("qwen3_5_text", {"head_dim": 64, "linear_value_head_dim": 136}, "^linear_value_head_dim=136: the GPU kernels"),
     ],

@@ -258,12 +258,13 @@ def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["olmo2", "phi3", "granite", "smollm3", "gemma3_text", "qwen3_moe", "mixtral", "ministral3"]
+    "family",
+    ["olmo2", "phi3", "granite", "smollm3", "gemma3_text", "qwen3_moe", "mixtral", "ministral3", "llama4_text"],
 )
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check each family with a layer of every kind that it has, such as a layer without RoPE in SmolLM3 and two kinds
     of RoPE in Gemma."""
-    fields = {"layers": 1 + (family in ("smollm3", "gemma3_text")), "hidden": 32, "group": 2}
+    fields = {"layers": 1 + (family in ("smollm3", "gemma3_text", "llama4_text")), "hidden": 32, "group": 2}
     pair = make_pair(tmp_path, family, **fields)
     engines = [pair.engine(gpu=gpu, monkeypatch=monkeypatch) for gpu in (True, False)]
     assert isinstance(engines[0].runner, CudaRunner)

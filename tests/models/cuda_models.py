@@ -46,6 +46,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "mixtral": ("mixtral", {"sliding_window": 7}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 7, "tie": False}),
+    "llama4": ("llama4_text", {"layers": 4, "num_experts_per_tok": 2}),
+    "llama4 without experts": ("llama4_text", {"moe_layers": [], "attention_bias": True}),
     "hybrid": ("qwen3_5_text", {"layer_types": [LINEAR, FULL, LINEAR], "layers": 3}),
     "hybrid with experts": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {"layer_types": [FULL, LINEAR, FULL], "layers": 3, "mlp_only_layers": [1]}),
@@ -94,7 +96,8 @@ def as_on_a_gpu(model: TorchDecoder) -> TorchWeights:
         both, shared = (biases[0], biases[1]) if biases else None, w.shared
         if shared is not None:
             shared = SharedWeights(
-                *(dense(one, model.weights.dtype) for one in (shared.gate, shared.gate_up, shared.down))
+                None if shared.gate is None else dense(shared.gate, model.weights.dtype),
+                *(dense(one, model.weights.dtype) for one in (shared.gate_up, shared.down)),
             )
         router = dense(w.router, model.weights.dtype)
         return ExpertWeights(router, gate_up, down, stacked, both, shared, w.scales, w.norms)

@@ -12,11 +12,10 @@ from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
 from specrs.models.errors import (
     with_equal_layers,
-    without_interleaved_rope,
     without_states,
 )
 from specrs.models.kv_dtypes import resolve_cache_dtype
-from specrs.models.loader import CPU_DTYPES, DeviceDtypes, is_known_family, load_config, resolve_dtype
+from specrs.models.loader import DeviceDtypes, is_known_family, load_config, resolve_dtype
 from specrs.models.quantization.at_load import INT4_GROUPS
 from specrs.models.quantization.table import resolve_quantization
 
@@ -82,8 +81,6 @@ class ModelSource:
         field, load_format = self.option("quantization"), self.config.load_format
         quantization = resolve_quantization(field, self.quantization, self.path, self.revision, load_format=load_format)
         model = load_config(self.path, revision=self.revision)
-        if dtypes is not CPU_DTYPES:
-            without_interleaved_rope(model, "on a GPU")
         if self.is_draft:
             without_states(model, "as a draft model")
         elif self.config.enable_lora:

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.kernels.cuda.configs import TABLE, LinearShape
     from specrs.kernels.cuda.device import limits_of
     from specrs.kernels.cuda.tuning import DeviceTimer, compile_trial, trials, tune, write_table
-    from specrs.models.errors import without_interleaved_rope, without_states
+    from specrs.models.errors import without_states
     from specrs.models.loader import load_config, resolve_dtype
     from specrs.models.torch_arrays import TORCH_DTYPES
 
@@ -64,7 +64,6 @@ def run(arguments: argparse.Namespace) -> None:
     for source in arguments.model:
         config = load_config(source, revision=arguments.revision)
         without_states(config, "on a GPU")
-        without_interleaved_rope(config, "on a GPU")
         dtype = TORCH_DTYPES[resolve_dtype(arguments.dtype, config, CUDA_DTYPES)]
         dense = chain.from_iterable(layer_shapes(config, dtype, device).values())
         products = *dense, *expert_shapes(config, dtype).values()

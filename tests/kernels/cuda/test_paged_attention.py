@@ -37,6 +37,7 @@ class Pass:
     has_sinks: bool = False
     codes: torch.dtype | None = None  # of K and V
     kv_scales: KVScales = UNSCALED
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(sum(map(sum, self.rows)))
@@ -67,12 +68,18 @@ class Pass:
                 self.cache[blocks[p // self.block_size], :, :, p % self.block_size] = values
 
         sinks = torch.randn(self.heads, generator=generator).to(self.dtype) if self.has_sinks else None
-        self.mask_params = MaskParams(self.dim**-0.5, self.window, sinks, self.kv_scales)
+        self.mask_params = MaskParams(self.dim**-0.5, self.window, sinks, self.kv_scales, self.chunked)
 
     def lowest(self, b: int) -> int:
         """Return the first position that any row of a request attends to, by its window."""
         there = [p for p in self.rows[b] if p >= 0]
-        return 0 if self.window is None or not there else max(min(there) + 1 - self.window, 0)
+        return min(map(self.first_seen, there), default=0)
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a row at `position` attends to, by its window."""
+        if self.window is None:
+            return 0
+        return position // self.window * self.window if self.chunked else max(position + 1 - self.window, 0)
 
     @property
     def max_q_len(self) -> int:
@@ -127,8 +134,7 @@ class Pass:
         for b in range(len(self.rows)):
             for row in range(starts[b], starts[b + 1]):
                 first = 0 if self.starts is None else self.starts[b]
-                if self.window is not None:
-                    first = max(first, int(self.positions[row]) + 1 - self.window)
+                first = max(first, self.first_seen(int(self.positions[row])))
                 at = torch.arange(int(self.positions[row]) + 1)[first:]
                 if len(at):
                     kv = self.cache[self.table[b, at // self.block_size], :, :, at % self.block_size].to(self.dtype)
@@ -169,6 +175,7 @@ def span(start: int, end: int) -> list[int]:
     orphans=st.integers(0, 2),
     starts=st.none() | st.lists(st.integers(0, 50), min_size=3, max_size=3),
     window=st.none() | st.integers(1, 40),
+    chunked=st.booleans(),
     has_sinks=st.booleans(),
 )
 def test_any_batch_and_cut(
@@ -181,11 +188,23 @@ def test_any_batch_and_cut(
     orphans: int,
     starts: list[int] | None,
     window: int | None,
+    chunked: bool,
     has_sinks: bool,
 ) -> None:
     if starts is not None:  # rows attend themselves, at least
         starts = [min(start, *(p for p in own if p >= 0), 60) for start, own in zip(starts, rows, strict=False)]
-    p = Pass(rows, *heads, dim, block_size, dtype, orphans, starts, window, has_sinks)
+    p = Pass(
+        rows, *heads, dim, block_size, dtype, orphans, starts, window, has_sinks, chunked=chunked and window is not None
+    )
+    p.check(cut(p, *cuts))
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 40])
+@pytest.mark.parametrize("cuts", [(4, 1), (3, 3), (2, 2, 16, 2)])
+def test_chunks(size: int, cuts: tuple[int, ...]) -> None:
+    """Check rows of one tile in two chunks, the first and the last row of a chunk, and masked rows."""
+    rows = [span(0, 9), span(size, size + 1), [*span(29, 43), -1], span(max(2 * size - 1, 0), 2 * size + 1), [-1]]
+    p = Pass(rows, window=size, chunked=True)
     p.check(cut(p, *cuts))
 
 

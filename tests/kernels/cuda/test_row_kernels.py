@@ -11,7 +11,13 @@ from specrs.kernels.cuda.embedding import embed, embed_reference
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from specrs.kernels.cuda.rms_norm import rms_norm, rms_norm_reference
 from specrs.kernels.kv_codes import FRACTIONS
-from specrs.kernels.rotary import apply_rotary_, inverse_frequencies, rotary_cos_sin, signed_frequencies
+from specrs.kernels.rotary import (
+    apply_interleaved_rotary_,
+    apply_rotary_,
+    inverse_frequencies,
+    rotary_cos_sin,
+    signed_frequencies,
+)
 from torch import Tensor
 
 from .tolerance import assert_near
@@ -118,12 +124,15 @@ def test_activation_and_mul(rows: int, width: int, dtype: torch.dtype, gelu: boo
     block_size=st.sampled_from([1, 4, 16]),
     norm=st.sampled_from(["none", "heads", "whole"]),
     part=st.sampled_from([1.0, 1.0, 0.7, 0.1, 0.0]),
+    interleaved=st.booleans(),
     dtype=st.sampled_from(DTYPES),
 )
 def test_qk_norm_rope(
-    heads: tuple[int, int], dim: int, block_size: int, norm: str, part: float, dtype: torch.dtype
+    heads: tuple[int, int], dim: int, block_size: int, norm: str, part: float, interleaved: bool, dtype: torch.dtype
 ) -> None:
-    """Check qk-norm and RoPE, which rotates the share `part` of a head's features."""
+    """Check qk-norm and RoPE, which rotates the share `part` of a head's features, or all of them with their
+    neighbours."""
+    interleaved = interleaved and part == 1
     num_heads, kv_heads = heads
     turned = 2 * math.ceil(part * dim / 2)
     positions, slots = torch.tensor([0, 5, -1, 40000]), torch.tensor([1, -1, -1, 3 * block_size])
@@ -137,7 +146,7 @@ def test_qk_norm_rope(
     cos_sin = [angles.cos(), angles.sin()] if turned else []
 
     exact_qkv, exact_cache = qkv.contiguous().double(), cache.double()
-    qk_norm_rope_reference(exact_qkv, given_norm, cos_sin, slots, exact_cache, num_heads, EPS)
+    qk_norm_rope_reference(exact_qkv, given_norm, cos_sin, slots, exact_cache, num_heads, EPS, interleaved=interleaved)
     own = qkv.reshape(rows, -1, dim).clone()
     qk = own[:, : num_heads + kv_heads]
     if qk_norm is not None and norm == "heads":
@@ -148,9 +157,10 @@ def test_qk_norm_rope(
             normed = torch.nn.functional.rms_norm(whole, whole.shape[1:], None, EPS)
             qk[:, part_of] = normed.view(rows, -1, dim) * qk_norm[part_of]
     if turned:
-        apply_rotary_(qk[..., :turned], *rotary_cos_sin(positions, signed, dtype))
+        rotate = apply_interleaved_rotary_ if interleaved else apply_rotary_
+        rotate(qk[..., :turned], *rotary_cos_sin(positions, signed, dtype))
     before = qkv.clone()
-    qk_norm_rope(qkv, given_norm, cos_sin, slots, cache, num_heads, [EPS, 3.0, 5.0], False)
+    qk_norm_rope(qkv, given_norm, cos_sin, slots, cache, num_heads, [EPS, 3.0, 5.0], False, interleaved)
 
     q = num_heads * dim
     assert_near(qkv[:, :q], exact_qkv[:, :q], own[:, :num_heads].reshape(rows, -1))

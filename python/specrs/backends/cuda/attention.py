@@ -108,14 +108,16 @@ class Attention:
             norm = norm.view(-1)
         floats = [self.c.rms_norm_eps, *layer.kv_scales]
         slots, angles = self._slots(index), self._angles(index)
-        qk_norm_rope(qkv, norm, angles, slots, cache, self.c.num_heads, floats, self.ws.dependent)
+        interleaved = self.c.interleaved_rope and bool(angles)
+        qk_norm_rope(qkv, norm, angles, slots, cache, self.c.num_heads, floats, self.ws.dependent, interleaved)
 
-    def scale_queries(self, qkv: Tensor) -> None:
-        """Multiply the rotated queries in `qkv` in place by the factors of their positions, if the model has some."""
+    def scale_queries(self, qkv: Tensor, index: int = 0) -> None:
+        """Multiply the rotated queries in `qkv` of layer `index` in place by the factors of their positions, if the
+        layer has some."""
         scaling = self.c.query_scaling
-        if scaling is not None:
-            q = qkv[:, : self.c.num_heads * self.c.head_dim]
-            scale_queries(q, self.positions, scaling.beta, scaling.length, self.ws.dependent)
+        if scaling is not None and not (scaling.unrotated and self.c.rope_of(index) is not None):
+            q, dependent = qkv[:, : self.c.num_heads * self.c.head_dim], self.ws.dependent
+            scale_queries(q, self.positions, scaling.beta, scaling.length, dependent, scaling.offset)
 
     def __call__(self, layer: TorchLayer, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0) -> None:
         """Write the attention output of layer `index` into `out`. Prompt chunks have their own kernel launch.
@@ -156,7 +158,8 @@ class Attention:
         heads = (c.num_heads, sizes.num_kv_heads, sizes.head_dim)
         max_q_len = max(rows.max_q_len, ANY_LENGTH) if self.any_length else rows.max_q_len
         cut = _attention_config(shape, max_q_len, *heads, (self.dtype, cache.dtype), ws.limits, span)
-        mask_params = MaskParams(c.attention_scale, window, layer.sinks, layer.kv_scales)
+        chunked = c.chunked and window is not None
+        mask_params = MaskParams(c.attention_scale, window, layer.sinks, layer.kv_scales, chunked)
         scratch, width = (ws.partials, ws.stats, ws.counters), c.num_heads * sizes.head_dim
         paged_attention(qkv[:, :width], cache, rows, out, scratch, mask_params, cut, dependent)
 

@@ -257,7 +257,7 @@ class CudaDecoder(TorchFacts):
             split_gates(projected, qkv, c.num_heads, c.head_dim, ws.dependent)
         if heads is None:
             attend.apply_rope(w, qkv, cache, index)
-        attend.scale_queries(qkv)
+        attend.scale_queries(qkv, index)
         attend(w, qkv, cache, attended, index)
         if c.output_gate:
             apply_gates(projected, attended, c.num_heads, c.head_dim, ws.dependent)

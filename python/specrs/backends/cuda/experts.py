@@ -12,7 +12,7 @@ from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._codes import coding_as_list
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits
-from specrs.kernels.cuda.experts import add_pairs, route, sort_pairs
+from specrs.kernels.cuda.experts import add_pairs, route, sort_pairs, weigh_inputs
 from specrs.kernels.cuda.grouped_linear import grouped_linear
 from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
 from specrs.kernels.quantized_weight import QuantizedWeight
@@ -68,7 +68,7 @@ class ExpertBuffers:
     activated: Tensor
     """[P, intermediate], activations of each pair."""
     made: Tensor
-    """[P, hidden], output of each pair."""
+    """[P, hidden], output of each pair, and before it its weighted input if experts have one."""
     shared_gate_up: Tensor
     """[rows, 2 * shared intermediate], gate and up of a shared expert, for many rows. 0 columns without one."""
     shared_activated: Tensor
@@ -152,16 +152,21 @@ def mixture(
     pairs, activated, made = [b.pairs[:count], b.starts], b.activated[:count], b.made[:count]
     clamp = [] if c.experts.swiglu is None else list(c.experts.swiglu)
     scales = None if w.scales is None else w.scales.experts
-    route(b.logits[:rows], positions, ids, shares, c.experts.norm_topk_prob, dependent, scales)
+    weighs_input = c.experts.weighs_input
+    route(b.logits[:rows], positions, ids, shares, c.experts.norm_topk_prob, dependent, scales, weighs_input)
     sort_pairs(ids, pairs[0], b.starts, dependent)
+    sent = x, each
+    if weighs_input:
+        weigh_inputs(x, ids, shares, made, dependent)
+        sent = made, 1
     for name, given, to, flags, limits in (
-        ("gate_up", x, activated, [each, 1, int(gelu), rows], clamp),
+        ("gate_up", sent[0], activated, [sent[1], 1, int(gelu), rows], clamp),
         ("down", activated, made, [1, 0, 0, rows], []),
     ):
         weights, coding = _operands(w, name)
         own = [] if coding is None else coding_as_list(coding)
         grouped_linear(given, weights, pairs, to, flags + own, limits, b.configs[name, coding, width], dependent)
-    add_pairs(made, ids, shares, shared, out, dependent)
+    add_pairs(made, ids, None if weighs_input else shares, shared, out, dependent)
 
 
 def _operands(w: TorchExperts, name: str) -> tuple[list[Tensor], Coding | None]:

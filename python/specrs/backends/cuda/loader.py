@@ -160,7 +160,7 @@ class QuantizedLoader(Loader):
         """Return the expert that every row uses, of the experts whose tensor names begin with `block`: quantized if the
         kernels read its projections, but its gate dequantized. None: there is none."""
         shared = super().shared_expert(block, experts)
-        if shared is None or isinstance(shared.gate, DenseWeight):
+        if shared is None or shared.gate is None or isinstance(shared.gate, DenseWeight):
             return shared
         return replace(shared, gate=super().linear([f"{block}shared_expert_gate"], bias=False))
 

@@ -110,7 +110,8 @@ def gated(w: Weight, c: ModelConfig) -> Product:
 
 def shared_expert(ws: Workspace, x: Tensor, w: SharedWeights[Weight], c: ModelConfig) -> list[Tensor]:
     """Compute a shared expert for the normed rows `x` `[N, hidden]`. Return what `add_pairs` adds to the output of the
-    other experts: `x`, the weight of the expert's gate, and its output in the workspace."""
+    other experts: `x`, the weight of the expert's gate, and its output in the workspace; or without a gate its
+    output alone."""
     rows, b = x.shape[0], ws.experts
     assert b is not None
     activated, made = b.shared_activated[:rows], b.shared_made[:rows]
@@ -120,8 +121,7 @@ def shared_expert(ws: Workspace, x: Tensor, w: SharedWeights[Weight], c: ModelCo
         wide_product(ws, "shared_gate_up", x, w.gate_up, b.shared_gate_up[:rows])
         activation_and_mul(b.shared_gate_up[:rows], activated, c.activation != "silu", ws.dependent)
     product(ws, "shared_down", activated, w.down, made)
-    assert w.gate is not None, "a model with such an expert is not loaded on a GPU"
-    return [x, stored(w.gate).view(-1), made]
+    return [made] if w.gate is None else [x, stored(w.gate).view(-1), made]
 
 
 def gated_product(

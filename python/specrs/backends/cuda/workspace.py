@@ -56,10 +56,12 @@ def layer_sizes(config: ModelConfig) -> list[LayerSizes]:
 
 def fused_heads(config: ModelConfig, dtype: torch.dtype, limits: DeviceLimits) -> int:
     """Return the features of a head if the qkv product itself can norm, rotate and write heads, else 0. It needs a tile
-    that holds one head, a rotation of the whole head, norms of single heads, no gates between queries, and layers of
-    equal sizes."""
+    that holds one head, a rotation of halves of the whole head, norms of single heads, no gates between queries, and
+    layers of equal sizes."""
     dim = config.head_dim
-    if config.varied or config.qk_norm_whole or config.rotary_dim != dim or config.output_gate:
+    if config.varied or config.qk_norm_whole or config.output_gate:
+        return 0
+    if config.rotary_dim != dim or config.interleaved_rope:
         return 0
     if not limits.capability:
         return dim if dim >= 16 and dim & (dim - 1) == 0 else 0
