@@ -126,7 +126,6 @@ def add_pairs_kernel(  # type: ignore[no-untyped-def]
         acc += tl.where(there, part, 0.0)
     if shared is not None:
         width = tl.where(tl.load(ids + row * EACH) >= 0, WIDTH, 0)
-        part = tl.load(shared + row * WIDTH + column, mask=column < width, other=0).to(tl.float32)
         if gate is not None:
             # Every program of a row computes the row's gate, in the same order of sums.
             products = tl.zeros([BLOCK], tl.float32)
@@ -134,6 +133,8 @@ def add_pairs_kernel(  # type: ignore[no-untyped-def]
                 h = tl.load(rows + row * WIDTH + first + lane, mask=first + lane < width, other=0).to(tl.float32)
                 g = tl.load(gate + first + lane, mask=first + lane < width, other=0).to(tl.float32)
                 products += h * g
+        part = tl.load(shared + row * WIDTH + column, mask=column < width, other=0).to(tl.float32)
+        if gate is not None:
             part *= _sigmoid(tl.sum(products, 0))
         acc += part
     tl.store(out + row * WIDTH + column, acc.to(out.dtype.element_ty), mask=column < WIDTH)

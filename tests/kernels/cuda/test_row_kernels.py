@@ -117,6 +117,7 @@ def test_activation_and_mul(rows: int, width: int, dtype: torch.dtype, gelu: boo
     assert_near(out, exact, f * up)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @settings(max_examples=16, deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (4, 2), (5, 1), (6, 3)]),
@@ -124,7 +125,6 @@ def test_activation_and_mul(rows: int, width: int, dtype: torch.dtype, gelu: boo
     block_size=st.sampled_from([1, 4, 16]),
     norm=st.sampled_from(["none", "heads", "whole"]),
     part=st.sampled_from([1.0, 1.0, 0.7, 0.1, 0.0]),
-    interleaved=st.booleans(),
     dtype=st.sampled_from(DTYPES),
 )
 def test_qk_norm_rope(
@@ -132,7 +132,7 @@ def test_qk_norm_rope(
 ) -> None:
     """Check qk-norm and RoPE, which rotates the share `part` of a head's features, or all of them with their
     neighbours."""
-    interleaved = interleaved and part == 1
+    part = 1.0 if interleaved else part
     num_heads, kv_heads = heads
     turned = 2 * math.ceil(part * dim / 2)
     positions, slots = torch.tensor([0, 5, -1, 40000]), torch.tensor([1, -1, -1, 3 * block_size])
