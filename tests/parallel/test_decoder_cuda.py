@@ -34,6 +34,7 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "untied, with biases": ("llama", 65, {"attention_bias": True, "mlp_bias": True, "tie": False}),
     "one KV head, norms after blocks": ("gemma3_text", 5, {"sliding_window": 7, "kv_heads": 1, "group": 4}),
     "experts, a layer without": ("qwen3_moe", 5, {"mlp_only_layers": [0], "moe_intermediate_size": 24}),
+    "a shared expert without a gate": ("llama4_text", 11, {}),
 }
 """Family, prompt length and fields of each variant. Only prompts of more than 64 rows use the library's products."""
 

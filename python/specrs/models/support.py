@@ -26,7 +26,7 @@ def row(architecture: str, family: Family) -> tuple[str, ...]:
         family.models,
         YES,
         YES,
-        NO if family.interleaved_rope else YES,
+        YES,
         ", ".join(f"`{method}`" for method in methods),
         ", ".join(f"`{name}`" for name in AT_LOAD),
         YES if architecture in READ else NO,
