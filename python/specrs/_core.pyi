@@ -1754,23 +1754,29 @@ class BlockHasher:
 
 @final
 class CpuPool:
-    """Pool of threads that passes on a CPU are shared among, including the caller's. They end when no object uses the
-    pool.
+    """Pool of threads that passes on a CPU are shared among, including the caller's, and the instructions that passes
+    use. The threads end when no object uses the pool.
 
     In a process that was forked off the one that made the pool, its threads do not exist: objects that use it raise
     `SpecrsError`.
     """
 
-    def __new__(cls, threads: int) -> CpuPool:
-        """Make a pool of `threads` threads: the caller's and `threads - 1` of its own.
+    def __new__(cls, threads: int, instructions: str | None = None) -> CpuPool:
+        """Make a pool of `threads` threads: the caller's and `threads - 1` of its own. `instructions` is one of
+        `cpu_instruction_sets`, but not `amx`; None: the fastest.
 
         Raises:
-            InvalidConfigError: `threads` is less than 1, or more than the system gives.
+            InvalidConfigError: `threads` is less than 1, or more than the system gives; the processor has no
+                `instructions` of this name.
         """
 
     @property
     def threads(self) -> int:
         """Number of threads that a pass runs on, including the caller's."""
+
+    @property
+    def instructions(self) -> str:
+        """Name of the instruction set that passes use."""
 
     def close(self) -> None:
         """End the pool's threads, once no call uses them. Objects that use the pool raise `SpecrsError` from then
@@ -2586,8 +2592,9 @@ class Sampler:
 def cpu_instruction_sets() -> list[str]:
     """Return the names of the instruction sets that this processor has and CPU passes can use, the fastest first.
 
-    `amx` multiplies the prompts of `cpu_prefill="amx"`. Of the others, passes use the first: `avx512_bf16`, `avx512`,
-    `avx2`, `neon` or `portable`, which every processor has.
+    `amx` multiplies the prompts of `cpu_prefill="amx"` and many rows of quantized weights. Of the others, a `CpuPool`
+    uses the first unless it is told another: `avx512_bf16`, `avx512`, `avx2`, `neon` or `portable`, which every
+    processor has.
     """
 
 def philox_uniform(
