@@ -4,8 +4,8 @@ name the field."""
 from __future__ import annotations
 
 import json
-import shutil
 import random
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

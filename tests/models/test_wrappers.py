@@ -266,10 +266,20 @@ def test_tensors_that_are_left_over_or_there_twice(tmp_path: Path) -> None:
 def test_fields_that_published_files_leave_out() -> None:
     raw = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": {}}
     made = text_config(raw)
-    expected = {"vocab_size": 262208, "num_attention_heads": 8, "eos_token_id": [1, 106], "architectures": ["Gemma3ForCausalLM"]}
+    expected = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "eos_token_id": [1, 106],
+        "architectures": ["Gemma3ForCausalLM"],
+    }
     assert made.items() >= (expected | {"tie_word_embeddings": True}).items()
     raw["architectures"] = ["Gemma4ForConditionalGeneration"]
-    expected = {"vocab_size": 262144, "num_attention_heads": 8, "eos_token_id": [1, 106], "architectures": ["Gemma4ForCausalLM"]}
+    expected = {
+        "vocab_size": 262144,
+        "num_attention_heads": 8,
+        "eos_token_id": [1, 106],
+        "architectures": ["Gemma4ForCausalLM"],
+    }
     assert text_config(raw).items() >= (expected | {"tie_word_embeddings": True}).items()
     raw["architectures"] = ["Gemma4UnifiedForConditionalGeneration"]
     expected |= {"sliding_window": 1024, "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144}

@@ -47,14 +47,14 @@ def parse_assistant_config(raw: Mapping[str, Any], target: ModelConfig) -> Assis
     Raises UnsupportedModelError for what is not implemented, and CheckpointError for a config that is not an
     assistant's, or not one of this target. Each names the field, its value and what is allowed.
     """
-    names = raw.get("architectures")
-    if not describes_assistant(raw):
+    wrapper = next((theirs for own, theirs in ARCHITECTURES.items() if raw.get("architectures") == [own]), None)
+    if wrapper is None:
         allowed = " or ".join(f"[{name!r}]" for name in ARCHITECTURES)
-        raise unsupported("architectures", names, f"{allowed} with speculative_config.method='mtp'")
+        raise unsupported("architectures", raw.get("architectures"), f"{allowed} with speculative_config.method='mtp'")
     hidden = size(raw, "backbone_hidden_size")
     if hidden != target.hidden_size:
         raise malformed("backbone_hidden_size", hidden, f"{target.hidden_size}, the target's hidden_size")
-    text = text_config({"architectures": [ARCHITECTURES[names[0]]], "text_config": raw.get("text_config")})
+    text = text_config({"architectures": [wrapper], "text_config": raw.get("text_config")})
     own = _layers(text)
     if own.vocab_size != target.vocab_size:
         raise malformed(_WHERE + "vocab_size", own.vocab_size, f"{target.vocab_size}, the target's")
