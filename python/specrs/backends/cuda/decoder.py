@@ -24,6 +24,7 @@ from specrs.backends.cuda.products import product, stored, write_argmax, write_l
 from specrs.backends.cuda.stream import Stream, stream_of
 from specrs.backends.cuda.workspace import (
     Workspace,
+    can_fuse_more,
     fuses_draft,
     layer_shapes,
     layer_sizes,
@@ -137,15 +138,26 @@ class CudaDecoder(TorchFacts):
     def for_draft(self) -> CudaDecoder:
         """Return the decoder with buffers for fused passes of up to 128 rows, if a draft model like this may have them;
         otherwise `self`."""
-        if self.ranks is not None or not fuses_draft(self.config, _shapes_of(self.weights), self.workspace.limits):
+        shapes, ws = _shapes_of(self.weights), self.workspace
+        if ws.fuses_more or self.ranks is not None or not fuses_draft(self.config, shapes, ws.limits):
             return self
-        return dataclasses.replace(self, workspace=self.workspace.for_draft(self.config, _shapes_of(self.weights)))
+        return dataclasses.replace(self, workspace=ws.fusing_more(self.config, shapes))
+
+    def with_own_products(self) -> CudaDecoder:
+        """Return the decoder with buffers for fused passes of up to 128 rows, if the table of products names our kernel
+        for all of its products with so many rows; otherwise `self`."""
+        shapes, ws = _shapes_of(self.weights), self.workspace
+        own = ws.providers.are_own(shape for every in shapes.values() for shape in every)
+        if self.ranks is not None or not own or not can_fuse_more(self.config, shapes, ws.limits):
+            return self
+        return dataclasses.replace(self, workspace=ws.fusing_more(self.config, shapes))
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and returns
         views of the workspace.
 
-        Up to 64 rows, of a draft up to 128, use fused products; more use cuBLAS. `hidden_layers` are the layers whose
+        Up to 64 rows use fused products, and up to 128 of a small draft and where the table of products says so; more
+        use `wide_product`. `hidden_layers` are the layers whose
         inputs are returned with the final states, or the number of layers + 1 alone for the final states themselves.
         """
         ws, weights, rows = self.workspace, self.weights, inputs.input_ids.shape[0]
@@ -330,7 +342,7 @@ def with_buffers(
         model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks, num_drafts, num_snapshots
     )
     if loras is None:
-        return made
+        return made.with_own_products()
     adapters = AdapterSlots.allocate(
         made.config,
         max_loras=loras[0],
