@@ -175,6 +175,11 @@ def test_without_nvmath_cublas_is_used(monkeypatch: pytest.MonkeyPatch, caplog: 
     with caplog.at_level("INFO"):
         assert CublasLt.load(torch.device("cpu")) is None
     assert "pip install 'specrs[cublaslt]'" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setattr("specrs.backends.cuda.cublaslt.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "nvmath", ModuleType("nvmath"))
+    assert CublasLt.load(torch.device("cpu")) is None
+    assert "No module named 'nvmath" in caplog.text
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, entries: dict[str, dict[int, Choice]]) -> None:

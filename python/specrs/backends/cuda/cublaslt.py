@@ -65,11 +65,15 @@ class CublasLt:
 
     @classmethod
     def load(cls, device: torch.device) -> CublasLt | None:
-        """Return the products of `device`; None, which is logged, if nvmath-python is not installed."""
-        if find_spec("nvmath") is not None:
+        """Return the products of `device`; None, which is logged, if nvmath-python or a package of it is missing."""
+        if find_spec("nvmath") is None:
+            logger.info("cuBLAS in place of cuBLASLt: %s", install_command("cublaslt"))
+            return None
+        try:
             return cls(device)
-        logger.info("the table of products names cuBLASLt, and cuBLAS is used: %s", install_command("cublaslt"))
-        return None
+        except ImportError as error:
+            logger.warning("cuBLAS in place of cuBLASLt: %s: %s", error, install_command("cublaslt"))
+            return None
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor, choice: Choice) -> bool:
         """Write `x` `[M, K]` times `weight` `[N, K]`, transposed, into `out` `[M, N]`, all of one 16-bit dtype, with
