@@ -76,13 +76,13 @@ def run(arguments: argparse.Namespace) -> None:
         shapes |= {shape.key: shape for shape in products}
     output = arguments.output or TABLE
     if arguments.only != "many":
-        _tune_few(shapes, rows, jobs, output)
+        tune_few(shapes, rows, jobs, output)
     if arguments.only != "few":
-        _tune_many(shapes, output)
+        tune_many(shapes, output)
     print(f"{len(shapes)} shapes for {limits.name} in {output}")
 
 
-def _tune_few(shapes: Mapping[str, LinearShape], rows: int, jobs: int | None, output: Path) -> None:
+def tune_few(shapes: Mapping[str, LinearShape], rows: int, jobs: int | None, output: Path) -> None:
     """Time the configurations of products of up to 64 rows, and write the fastest into the table."""
     import torch
     from tqdm import tqdm
@@ -111,7 +111,7 @@ def _tune_few(shapes: Mapping[str, LinearShape], rows: int, jobs: int | None, ou
         tqdm.write(f"{key:<40} {us:8.1f} us, default {default_us:8.1f} us: {tuned.config}")
 
 
-def _tune_many(shapes: Mapping[str, LinearShape], output: Path) -> None:
+def tune_many(shapes: Mapping[str, LinearShape], output: Path) -> None:
     """Time who computes products of 65 to 2,048 rows fastest, and write it into the table."""
     import torch
 

@@ -5,7 +5,7 @@ No pass uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -61,15 +61,16 @@ def choose(seconds: Times) -> Choice:
 
 
 def measure(
-    shapes: Iterable[LinearShape], timer: Callable[[LinearShape, int], Times], buckets: Iterable[int] = BUCKETS
+    shapes: Iterable[LinearShape], timer: Callable[[LinearShape, int], Times], buckets: Sequence[int] | None = None
 ) -> Iterator[Measured]:
-    """Yield the times and the choice of every different dense weight in `shapes`, by bucket. `timer` times one.
+    """Yield the times and the choice of every different dense weight in `shapes`, by bucket. `timer` times one. With
+    `buckets=None` all of them are measured.
 
     An LM head is measured up to 128 rows, without cuBLASLt: in passes that are not fused, cuBLAS computes logits.
     """
     for shape in dict.fromkeys(as_dense(shape) for shape in shapes if shape.coding is None and shape.experts is None):
         is_head = shape.n >= _LM_HEAD
-        for rows in (rows for rows in buckets if not is_head or rows in OWN_BUCKETS):
+        for rows in (rows for rows in buckets or BUCKETS if not is_head or rows in OWN_BUCKETS):
             seconds = timer(shape, rows)
             if is_head:
                 seconds = {choice: time for choice, time in seconds.items() if choice.provider != CUBLASLT}
