@@ -62,15 +62,11 @@ class Shard:
 
 def check_gpu_parts(c: ModelConfig, field: str, size: int) -> None:
     """Raise UnsupportedModelError, which names `field`, if GPU kernels cannot compute a rank's part of the model: its
-    norms span the heads of several ranks, or its layers have states."""
-    parts = (
-        (c.qk_norm_whole, "norms over the query and key heads of all ranks"),
-        (c.states is not None, "a model whose layers have states"),
-    )
-    for is_there, part in parts:
-        if is_there:
-            reason = f"not implemented for {part} on a GPU; allowed: 1, or device='cpu'"
-            raise invalid(UnsupportedModelError, field, size, reason)
+    norms span the heads of several ranks."""
+    if c.qk_norm_whole:
+        part = "norms over the query and key heads of all ranks"
+        reason = f"not implemented for {part} on a GPU; allowed: 1, or device='cpu'"
+        raise invalid(UnsupportedModelError, field, size, reason)
 
 
 def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:

@@ -89,7 +89,9 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         for name, bits in _quantized_bits(source, revision, model, quantization, config.load_format).items():
             sizes[field] -= math.prod(shapes[name]) * (8 * dtype.itemsize - bits) // 8
         if field == "model" and has_own_head:
-            sizes["its MTP head"] = sum(map(math.prod, mtp_shapes(head_config(model)).values())) * dtype.itemsize
+            head, own = head_config(model), draft_ranks(config, ranks)
+            held = head if own is None else Shard(own.rank, own.size).of_config(head)
+            sizes["its MTP head"] = sum(map(math.prod, mtp_shapes(held).values())) * dtype.itemsize
         if field == "model" and config.enable_lora:
             itemsize, loras = dtype.itemsize, config.max_loras
             sizes[f"max_loras={loras} adapters"] = slots_bytes(model, loras, config.max_lora_rank, itemsize)
