@@ -39,6 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "granite": {},
     "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen3_5_text": {},
+    "qwen3_next": {"mlp_only_layers": [0]},
 }
 SIZES: dict[str, Any] = {"hidden": 32, "head_dim": 16, "intermediate": 40, "kv_heads": 1, "vocab": 83}
 
@@ -92,11 +94,12 @@ def test_rows_are_their_adapters(family: str, tmp_path: Path, monkeypatch: pytes
     # First 4 rows of two requests, then 72 of the others, then rows of all as in verification.
     for requests, spans in (([1, 2], fed[0]), ([3, 0], fed[0]), ([2, 0, 3, 1], fed[1])):
         rows = {b: span(b, *spans[b]) for b in requests}
-        for b, part in zip(requests, feeder.feed(rows).split([len(own) for own in rows.values()]), strict=True):
+        logits = feeder.feed(rows, prompts=len(requests) == 2)
+        for b, part in zip(requests, logits.split([len(own) for own in rows.values()]), strict=True):
             found[b].append(part)
     for b, i in enumerate(which):
         text = span(b, 0, fed[1][b][1])
-        expected = [Feeder(model, max_len=LENGTH).feed({0: text}) for model in models]
+        expected = [Feeder(model, max_len=LENGTH).feed({0: text}, prompts=True) for model in models]
         off = [float((torch.cat(found[b]).double() - logits).norm() / logits.norm()) for logits in expected]
         assert off[i] < 1e-5, (b, off)
         assert min(one for j, one in enumerate(off) if j != i % len(off)) > 1e-3, (b, off)

@@ -23,6 +23,8 @@ FAMILIES = {
     "olmo2": {},
     "granite": {},
     "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen3_5_text": {},
+    "qwen3_next": {"mlp_only_layers": [0]},
 }
 
 

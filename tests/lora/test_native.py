@@ -24,6 +24,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo2": {},
     "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen3_5_text": {},
+    "qwen3_next": {"mlp_only_layers": [0]},
 }
 
 

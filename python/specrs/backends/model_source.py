@@ -90,6 +90,7 @@ class ModelSource:
             without_states(model, "as a draft model")
         elif self.config.enable_lora:
             with_equal_layers(model, "with enable_lora=True")
+            without_short_convolutions(model, "with enable_lora=True")
         if quantization in ("int4", "q8_0", "q4_0", "q4_k"):
             _check_groups(field, quantization, self.path, model)
         dtype = resolve_dtype(self.dtype, model, dtypes)

@@ -80,7 +80,7 @@ def in_dtype(x: Tensor, adapters: Slots, slots: Tensor, out: Tensor, scale: Tens
 @given(
     rows=st.sampled_from([1, 3, 17, 64, 70]),
     k=st.sampled_from([24, 130, 256, 520, 1100]),
-    parts=st.sampled_from([(40,), (17, 3), (70, 20, 20), (64, 64, 1)]),
+    parts=st.sampled_from([(40,), (17, 3), (70, 20, 20), (64, 64, 1), (70, 17, 3, 20)]),
     rank=st.sampled_from([1, 4, 16, 33, 130]),
     count=st.integers(1, 3),
     dtype=st.sampled_from([torch.float32, torch.float16]),

@@ -26,6 +26,8 @@ from specrs.transfer import to_device
 
 FUSED = ("qkv", "gate_up")
 """Projections whose outputs are normed, rotated or activated in the kernel that makes them."""
+OF_NETS = {"net": "qkv", "net_o": "o"}
+"""Name in `LayerWeights` of a delta net's projection, by the name of its product."""
 
 
 def projections(c: ModelConfig) -> list[dict[str, list[Place]]]:
@@ -158,9 +160,9 @@ class LayerAdapters:
         return LayerAdapters(self.buffers, self.projections, self.rows[first:end], self.dependent)
 
     def added(self, name: str, x: Tensor, norm: tuple[Tensor, float] | None = None) -> Added | None:
-        """Return what adapters add to the outputs of projection `name` for up to 64 rows x, in a buffer. `norm`:
+        """Return what adapters add to the outputs of the product `name` for up to 64 rows x, in a buffer. `norm`:
         squares and eps of the projection's `Product`. Returns None if no adapter can change this projection."""
-        slots = self.projections.get(name)
+        slots = self._slots(name)
         if slots is None:
             return None
         rows, outputs = len(x), slots.b.shape[1]
@@ -169,13 +171,16 @@ class LayerAdapters:
         return Added(values, self.rows)
 
     def add_(self, name: str, x: Tensor, out: Tensor, multiplier: float = 1.0) -> None:
-        """Compute what adapters add to the outputs of projection `name` for the rows x, and add it, times `multiplier`,
+        """Compute what adapters add to the outputs of the product `name` for the rows x, and add it, times `multiplier`,
         to `out`. Mutates `out`."""
-        slots = self.projections.get(name)
+        slots = self._slots(name)
         if slots is None:
             return
         y = self._shrink(slots, x)
         lora_expand(y, slots, self.rows, out, self.dependent, accumulate=True, multiplier=multiplier)
+
+    def _slots(self, name: str) -> Slots | None:
+        return self.projections.get(OF_NETS.get(name, name))
 
     def _shrink(self, slots: Slots, x: Tensor) -> Tensor:
         shape = num_splits(*x.shape), len(x), slots.a.shape[1]

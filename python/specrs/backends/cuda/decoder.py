@@ -218,7 +218,7 @@ class CudaDecoder(TorchFacts):
                 self._attention(stream, attend, norms[i], w, caches[i], i, entries, own)
             else:
                 assert nets is not None
-                self._delta_net(stream, nets, norms[i], w, num_nets, entries)
+                self._delta_net(stream, nets, norms[i], w, num_nets, entries, own)
                 num_nets += 1
             embedding = None if added is None else added[:, i]
             stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None, own, embedding)
@@ -277,17 +277,18 @@ class CudaDecoder(TorchFacts):
         w: TorchLayer,
         index: int,
         entries: Sequence[Tensor],
+        adapters: LayerAdapters | None,
     ) -> None:
         """Add the output of delta net number `index` to the stream. Copies the stream at the layer's input into each of
-        `entries` `[N, hidden]`."""
+        `entries` `[N, hidden]`. `adapters` are the layer's LoRA adapters."""
         ws, rows = self.workspace, len(nets.positions)
         projected, netted = ws.projection(rows, w.qkv.shape[0]), ws.netted[:rows]
-        stream.normed_product("net", norm, w.qkv, projected)
+        stream.normed_product("net", norm, w.qkv, projected, adapters=adapters)
         for entry in entries:
             entry.copy_(ws.hidden[:rows])
         assert w.delta is not None
         nets(index, w.delta, projected, netted)
-        stream.add_product("net_o", netted, w.o, w.post_attention_norm, w.attention_output_norm)
+        stream.add_product("net_o", netted, w.o, w.post_attention_norm, w.attention_output_norm, adapters)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits of final hidden states `[L, hidden]`, fp32. With `out` `[L, ids]`, write those of the first
