@@ -121,6 +121,7 @@ def _variants() -> tuple[Variant, ...]:
                 add("gated_added", LinearShape(6144, 2048, torch_dtype, gated=True), operands=("added", *normed))
             if dtype == "bf16" and rows == 6:
                 add("normed", LinearShape(4096, 2048, torch_dtype), operands=normed)
+                add("normed_added", LinearShape(4096, 2048, torch_dtype), operands=("added", *normed))
                 add("normed_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *normed))
                 add("gelu", LinearShape(6144, 2048, torch_dtype, gated=True), constants={"GELU": True})
                 add(

@@ -463,15 +463,17 @@ def _variants() -> tuple[Variant, ...]:
             {"BLOCK": _SLOT_ROWS, "BLOCK_SEQS": _SLOT_SEQS, "DEPENDENT": False},
         )
     ]
-    # Projections of Qwen3-32B: inputs and parts.
+    # Projections of Qwen3-32B, and into a delta net of Qwen3.5-27B: inputs and parts.
     shapes = {"qkv": (5120, (8192, 1024, 1024)), "gate_up": (5120, (25600, 25600)), "down": (25600, (5120,))}
-    cases = (("qkv", 6, 16, "bf16"), ("down", 64, 16, "bf16"), ("gate_up", 2048, 64, "bf16"), ("down", 6, 16, "fp16"))
+    shapes["net"] = (5120, (10240, 6144, 48, 48))
+    cases = [("qkv", 6, 16, "bf16"), ("down", 64, 16, "bf16"), ("gate_up", 2048, 64, "bf16"), ("down", 6, 16, "fp16")]
+    cases.append(("net", 6, 16, "bf16"))
     for name, rows, rank, dtype in cases:
         k, parts = shapes[name]
         columns, width, (second, third, fourth) = len(parts) * rank, block_m(min(rows, MAX_ROWS)), _begins(parts)
         types = dict.fromkeys(("x", "a", "b"), f"*{dtype}") | {"slots": "*i32", "y": "*fp32"}
         types |= dict.fromkeys(("rows", "y_stride", "x_stride", "out_stride"), "i32") | {"eps": "fp32"}
-        sums = triton.cdiv(k, 64) if name == "qkv" else 0
+        sums = triton.cdiv(k, 64) if name in ("qkv", "net") else 0
         adds = name == "down"
         types |= {"squares": "*fp32"} if sums else {}
         types |= {"out": f"*{dtype}" if adds or rows > MAX_ROWS else "*fp32"}

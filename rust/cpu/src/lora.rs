@@ -50,9 +50,9 @@ impl LoraPart {
 /// Parts that an adapter adds to the projections of a layer.
 #[derive(Default)]
 pub struct LoraLayer {
-    /// Parts of the projection of q, k and v.
+    /// Parts of the projection of q, k and v, or of the input projection of a layer with a state.
     pub qkv: Vec<LoraPart>,
-    /// Parts of the output projection of attention.
+    /// Parts of the output projection of attention, or of a layer with a state.
     pub o: Vec<LoraPart>,
     /// Parts of the gate and up projection of an MLP.
     pub gate_up: Vec<LoraPart>,

@@ -171,8 +171,8 @@ class LayerAdapters:
         return Added(values, self.rows)
 
     def add_(self, name: str, x: Tensor, out: Tensor, multiplier: float = 1.0) -> None:
-        """Compute what adapters add to the outputs of the product `name` for the rows x, and add it, times `multiplier`,
-        to `out`. Mutates `out`."""
+        """Compute what adapters add to the outputs of the product `name` for the rows x. Add it, times `multiplier`, to
+        `out`. Mutates `out`."""
         slots = self._slots(name)
         if slots is None:
             return
