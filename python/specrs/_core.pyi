@@ -1466,15 +1466,22 @@ class SpeculationPlanner:
     """
 
     def __new__(
-        cls, *, max_num_seqs: int, num_speculative_tokens: int, costs: CostModel, catch_up_ms: float = 0.0
+        cls,
+        *,
+        max_num_seqs: int,
+        num_speculative_tokens: int,
+        costs: CostModel,
+        catch_up_ms: float = 0.0,
+        lora_costs: CostModel | None = None,
     ) -> SpeculationPlanner:
-        """Make a planner that has seen no drafts; it copies `costs`.
+        """Make a planner that has seen no drafts; it copies `costs` and `lora_costs`.
 
         Args:
             max_num_seqs: number of rows (R), 1 to 65536.
             num_speculative_tokens: maximum number of drafts that it chooses (K), 1 to 1024.
             costs: milliseconds by batch and K of steps that only decode, extended beyond the grid by `CostModel.ms`.
             catch_up_ms: additional milliseconds of each position of a draft catch-up chunk, at least 0.
+            lora_costs: costs of steps in which a request has a LoRA adapter. None: `costs` are those of all steps.
 
         Raises:
             InvalidConfigError: naming the setting outside its range.
@@ -1488,16 +1495,18 @@ class SpeculationPlanner:
     def num_speculative_tokens(self) -> int:
         """Maximum number of drafts that the planner chooses, K."""
 
-    def costs(self) -> CostModel:
-        """Return a copy of the costs as refined by now. Only their ratios mean anything: a machine that slows down
-        as a whole does not change them."""
+    def costs(self, *, has_lora: bool = False) -> CostModel:
+        """Return a copy of the costs as refined by now: of steps in which a request has a LoRA adapter if `has_lora`,
+        else of steps in which none has. Only ratios of costs are meaningful: a machine that slows down as a whole does
+        not change them."""
 
     def conditional_acceptance(self) -> list[float]:
         """Return the chance that each draft token of an average request is accepted, given the drafts before it,
         `[K]`."""
 
-    def reset(self, row: int) -> None:
-        """Start the statistics of a new request on `row` and discard those of the request before it.
+    def reset(self, row: int, *, has_lora: bool = False) -> None:
+        """Start the statistics of a new request on `row` and discard those of the request before it. `has_lora`: the
+        request has a LoRA adapter.
 
         Raises:
             InvalidBufferError: there is no such row.

@@ -106,7 +106,7 @@ impl SpeculationPlanner {
         }
         let pivot = ks.iter().copied().max().unwrap_or(0) as usize;
         // Of the grid alone: between its points a time would move the chosen one's cost, too.
-        let grid = self.times.costs().ks().iter().copied().take_while(|&k| k <= most);
+        let grid = self.times.costs(self.has_lora).ks().iter().copied().take_while(|&k| k <= most);
         let [below, above] = self.choice.best_around(pivot, grid.filter(|&k| k != self.uniform));
         let Some((k, rate, ms)) = (if self.tried_above { below.or(above) } else { above.or(below) }) else { return };
         let lagging: f64 = if k > 0 { lags.iter().map(|&lag| lag as f64).sum() } else { 0.0 };
