@@ -428,6 +428,28 @@ fn trials_cost_their_share() {
 }
 
 #[test]
+fn probes_cost_their_share_where_one_request_makes_all_pay() {
+    // Useless drafts, of which each costs the step of 64 requests a fifth. A mixed step takes as long as if all drafted
+    // the largest K.
+    let ms = |k: i64| 10.0 + 2.0 * k as f64;
+    let costs = CostModel::new(&[1, 64], &[0, 1, 7], &[5.0, 5.1, 5.7, ms(0), ms(1), ms(7)]).unwrap();
+    let mut engine = Loop::new(64, 7, costs);
+    let (rows, caps, lags): (Vec<i64>, _, _) = ((0..64).collect(), [7; 64], [0; 64]);
+    let (mut spent, mut needed) = (0.0, 0.0);
+    for step in 0..12_000 {
+        let Loop { planner, chance, ks, .. } = &mut engine;
+        planner.decide(&rows, &caps, &lags, ks).unwrap();
+        let accepted: Vec<_> = ks.iter().map(|&k| chance.accepted(k, 0.02)).collect();
+        let took = ms(*ks.iter().max().unwrap());
+        planner.settle(&rows, ks, ks, &accepted, Some(took)).unwrap();
+        if step >= 2000 {
+            (spent, needed) = (spent + took, needed + ms(0));
+        }
+    }
+    assert!(spent < 1.01 * needed, "{:.2} % more", 100.0 * (spent / needed - 1.0));
+}
+
+#[test]
 fn steps_with_adapters_have_costs_of_their_own() {
     // Drafts that are mostly accepted pay if they are cheap. With an adapter, each costs as much as a pass.
     let (plain, adapted) = (lines(0.1, 1.0), lines(1.0, 1.0));
