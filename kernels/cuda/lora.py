@@ -30,10 +30,10 @@ _MAX_RANKS = 64
 _SLOT_ROWS, _SLOT_SEQS = 16, 64
 
 
-@triton.jit(do_not_specialize=["rows", "seqs", "first"])
+@triton.jit(do_not_specialize=["rows", "seqs", "first", "padding"])
 def adapter_slots_kernel(  # type: ignore[no-untyped-def]
-    positions, q_start, device_rows, of_row, out, rows, seqs, first, BLOCK: tl.constexpr, BLOCK_SEQS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    positions, q_start, device_rows, of_row, out, rows, seqs, first, padding, BLOCK: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     enter(DEPENDENT)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -46,8 +46,8 @@ def adapter_slots_kernel(  # type: ignore[no-untyped-def]
         request += tl.sum(((seq < seqs)[None, :] & (end[None, :] <= row[:, None])).to(tl.int32), 1)
     position = tl.load(positions + first + row, mask=there, other=-1)
     fed = there & (request < seqs) & (position >= 0)
-    state = tl.load(device_rows + request, mask=fed, other=0)
-    slot = tl.load(of_row + state, mask=fed, other=-1)
+    state = tl.where(fed, tl.load(device_rows + request, mask=fed, other=0), padding)
+    slot = tl.load(of_row + state, mask=there, other=-1)
     tl.store(out + first + row, slot, mask=there)
 
 
@@ -214,10 +214,10 @@ def adapter_slots(
     """Write the adapter slot of each row of a pass from row `first` on.
 
     Args:
-        positions: `[N]` int64 positions of all rows; -1: the row is masked and gets -1.
-        q_start: `[B + 1]` int64, first row of each request, counted from row `first`. Rows past the last get -1.
+        positions: `[N]` int64 positions of all rows; -1: the row is masked and counts as one of no request.
+        q_start: `[B + 1]` int64, first row of each request, counted from row `first`. Later rows are of no request.
         device_rows: `[B]` int64, state row of each request.
-        of_row: `[R + 1]` int32, slot of each state row; -1: no adapter.
+        of_row: `[R + 1]` int32, slot of each state row; -1: no adapter. The last element is that of rows of no request.
         out: `[N]` int32, written from `first` on.
         first: first row of the requests.
         dependent: launch dependently (see `_dependent_launch`).
@@ -233,6 +233,7 @@ def adapter_slots(
         rows,
         len(device_rows),
         first,
+        len(of_row) - 1,
         BLOCK=_SLOT_ROWS,
         BLOCK_SEQS=_SLOT_SEQS,
         **options(dependent),
@@ -422,10 +423,10 @@ def adapter_slots_reference(
     positions: Tensor, q_start: Tensor, device_rows: Tensor, of_row: Tensor, out: Tensor, first: int
 ) -> None:
     """Reference for `adapter_slots`, in plain torch."""
-    out[first:] = -1
+    out[first:] = of_row[-1]
     for i, (begin, end) in enumerate(zip(q_start[:-1].tolist(), q_start[1:].tolist(), strict=True)):
         out[first + begin : first + end] = of_row[device_rows[i]]
-    out[first:].masked_fill_(positions[first:] < 0, -1)
+    out[first:].masked_fill_(positions[first:] < 0, int(of_row[-1]))
 
 
 def lora_reference(
@@ -458,7 +459,7 @@ def _variants() -> tuple[Variant, ...]:
             {
                 **dict.fromkeys(("positions", "q_start", "device_rows"), "*i64"),
                 **dict.fromkeys(("of_row", "out"), "*i32"),
-                **dict.fromkeys(("rows", "seqs", "first"), "i32"),
+                **dict.fromkeys(("rows", "seqs", "first", "padding"), "i32"),
             },
             {"BLOCK": _SLOT_ROWS, "BLOCK_SEQS": _SLOT_SEQS, "DEPENDENT": False},
         )

@@ -6,8 +6,9 @@ whose programs exit immediately.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +57,8 @@ class AdapterSlots:
     layers: Sequence[Mapping[str, Slots]]
     """For each layer, the slots of its projections, by name in `LayerWeights`."""
     of_row: Tensor
-    """[R + 1] int32, slot of each state row; -1: the row has no adapter. The last element is the padding row's."""
+    """[R + 1] int32, slot of each state row; -1: the row has no adapter. The last element is that of all rows of no
+    request."""
     rows: Tensor
     """[max_rows] int32, slot of each row of the pass."""
     shrunk: Tensor
@@ -223,6 +225,16 @@ class Adapters:
             self._of_row = of_row
             self.slots.of_row.copy_(to_device(torch.from_numpy(of_row.copy()), self.slots.of_row.device))
         return bool(needed)
+
+    @contextlib.contextmanager
+    def in_all_rows(self) -> Iterator[None]:
+        """Let rows of no request have the adapter of slot 0 in the context, so that replays without requests compute
+        what an adapter adds."""
+        self.slots.of_row[-1] = 0
+        try:
+            yield
+        finally:
+            self.slots.of_row[-1] = -1
 
     def _free(self, needed: Sequence[int]) -> int:
         """Return a slot without an adapter. If there is none, take the slot of the adapter that was used longest ago.
