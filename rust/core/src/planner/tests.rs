@@ -481,6 +481,21 @@ fn steps_with_adapters_have_costs_of_their_own() {
 }
 
 #[test]
+fn the_first_step_of_a_batch_and_k_teaches_nothing() {
+    let costs = CostModel::new(&[1, 2], &[0, 1], &[1.0, 1.1, 1.0, 1.1]).unwrap();
+    let mut planner = SpeculationPlanner::new(2, 1, costs.clone(), 0.0).unwrap().with_lora_costs(costs.clone());
+    planner.reset(1, true).unwrap();
+    // A kernel is compiled in each of these. The last ones are of steps with an adapter.
+    for (rows, k) in [(&[0][..], 0), (&[0], 1), (&[1], 0), (&[1], 1)] {
+        planner.settle(rows, &[k], &[k], &[0], Some(1000.0)).unwrap();
+    }
+    assert_eq!((planner.costs(false), planner.costs(true)), (&costs, &costs));
+    planner.settle(&[0], &[0], &[0], &[0], Some(1000.0)).unwrap();
+    assert_ne!(planner.costs(false), &costs);
+    assert_eq!(planner.costs(true), &costs);
+}
+
+#[test]
 fn without_costs_of_adapters_all_steps_cost_the_same() {
     let mut planner = SpeculationPlanner::new(1, 1, lines(0.1, 1.0), 0.01).unwrap();
     planner.reset(0, true).unwrap();
