@@ -11,7 +11,6 @@ from checkpoints import make_checkpoint, make_gemma4
 from gguf_files import write_gguf
 from mtp_reference import add_head
 from quantized_files import fp8_block, gptq
-from specrs.backends.cuda.fit import _quantized_bits
 from specrs.backends.model_source import ModelSource
 from specrs.backends.table import BACKENDS
 from specrs.config import EngineConfig
@@ -24,7 +23,6 @@ from specrs.kernels.coding import Coding
 from specrs.kernels.kv_scales import KVScales
 from specrs.kernels.linear import DenseWeight
 from specrs.kernels.quantized_weight import QuantizedWeight
-from specrs.models.loader import load_config
 from specrs.models.torch_arrays import to_torch
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
@@ -140,15 +138,6 @@ def test_projections_of_several_types(kind: str, wide: Path, tmp_path: Path) -> 
     assert isinstance(layer.qkv, QuantizedWeight)
     assert layer.qkv.coding == Coding("int8", 32 if kind == "Q5_K" else 16, minima="blocks")
     assert torch.equal(layer.qkv.dequantized().float(), expected.float())
-
-
-def test_the_bits_of_gguf_files(wide: Path, tmp_path: Path) -> None:
-    """Check that the bits per weight that are compared with a GPU's free memory are those that the loader keeps."""
-    for kind, coding in CODED.items():
-        path = write_gguf(wide, tmp_path / f"{kind}.gguf", kind)
-        model = load_config(path)
-        bits = set(_quantized_bits(str(path), None, model, None, "auto").values())
-        assert bits == (set() if coding is None else {coding.bits}), kind
 
 
 @pytest.mark.parametrize(("counts", "ids"), [(False, [0, 1, 2]), (True, [1, 5, 60])])

@@ -12,6 +12,7 @@ from specrs.backends.cuda.adapters import slots_bytes
 from specrs.backends.cuda.decoder import check_head_dim
 from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.backends.cuda.net_states import check_net
+from specrs.backends.cuda.weight_bytes import Layouts, weight_bytes
 from specrs.backends.cuda.workspace import layer_sizes
 from specrs.backends.model_source import ModelSource, draft_ranks, draft_source, drafts_by_model, drafts_by_own_head
 from specrs.config import EngineConfig
@@ -21,11 +22,12 @@ from specrs.models.checkpoint import resolve_folder
 from specrs.models.config import ModelConfig
 from specrs.models.errors import OF_DRAFT, OF_TARGET, about
 from specrs.models.loader import load_config, open_checkpoint, resolve_dtype, stored_config
-from specrs.models.quantization.at_load import PROJECTIONS, bits_at_load
+from specrs.models.quantization.at_load import PROJECTIONS, coding_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
 from specrs.models.shards import Shard
-from specrs.models.tensors import LM_HEAD, tensor_shapes
+from specrs.models.tensors import optional_shapes, tensor_shapes
+from specrs.models.torch_arrays import TORCH_DTYPES
 from specrs.parallel.ranks import Ranks
 
 
@@ -83,11 +85,11 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         with about(*(OF_TARGET if field == "model" else OF_DRAFT)):
             model = stored_config(source, revision=revision, load_format=config.load_format)
         dtype = resolve_dtype(config.dtype, model, CUDA_DTYPES) if dtype is None else dtype
-        own = parts[field]
-        shapes = tensor_shapes(model) if own is None else Shard(own.rank, own.size).tensor_shapes(model)
-        sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize
-        for name, bits in _quantized_bits(source, revision, model, quantization, config.load_format).items():
-            sizes[field] -= math.prod(shapes[name]) * (8 * dtype.itemsize - bits) // 8
+        option = "quantization" if field == "model" else "speculative_config.quantization"
+        at_load = resolve_quantization(option, quantization, source, revision, load_format=config.load_format)
+        layouts, own = layouts_of(source, revision, model, at_load, config.load_format), parts[field]
+        shard = None if own is None else Shard(own.rank, own.size)
+        sizes[field] = weight_bytes(model, layouts, TORCH_DTYPES[dtype], shard)
         if field == "model" and has_own_head:
             head, own = head_config(model), draft_ranks(config, ranks)
             held = head if own is None else Shard(own.rank, own.size).of_config(head)
@@ -107,28 +109,23 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         )
 
 
-def _quantized_bits(
-    source: str, revision: str | None, model: ModelConfig, quantization: str | None, load_format: str
-) -> dict[str, int]:
-    """Return the bits per weight of matrices that stay quantized on a GPU, by name. Reads no tensor data.
+def layouts_of(source: str, revision: str | None, model: ModelConfig, at_load: str | None, load_format: str) -> Layouts:
+    """Return the layouts in which a GPU holds a model's quantized matrices. `at_load` is the format to which they are
+    quantized while they are loaded; None: they stay as the checkpoint has them. Reads no tensor data.
 
     Raises CheckpointError if a checkpoint's tensors do not fit its config.json.
     """
-    if load_format == "dummy":
-        return {}
-    made = method_of(source, revision) is None
-    if made and quantization is None:
-        return {}
-    projections = [name for name in tensor_shapes(model) if name.endswith("_proj.weight") or ".experts." in name]
-    projections = [name for name in projections if name.endswith(".weight")]
-    if made:
-        assert quantization is not None
-        names = {name for name in projections if name.endswith(PROJECTIONS)}
-        sizes = {name: shape[1] for name, shape in tensor_shapes(model).items() if name in names}
-        made_bits = {name: bits_at_load(quantization, size) for name, size in sizes.items()}
-        return {name: bits for name, bits in made_bits.items() if bits is not None}
+    matrices = {name: shape for name, shape in tensor_shapes(model).items() if len(shape) == 2}
+    if at_load is not None:
+        sizes = {name: shape[1] for name, shape in matrices.items() if name.endswith(PROJECTIONS)}
+        made = {name: coding_at_load(at_load, size) for name, size in sizes.items()}
+        return Layouts({name: coding for name, coding in made.items() if coding is not None})
+    if load_format == "dummy" or method_of(source, revision) is None:
+        return Layouts()
     checkpoint = open_checkpoint(source, revision, load_format)[1]
     assert isinstance(checkpoint, QuantizedTensors)
-    checkpoint.check(tensor_shapes(model), {LM_HEAD: (model.vocab_size, model.hidden_size)})
-    found = {name: checkpoint.quantized_bits(name) for name in projections if checkpoint.is_quantized(name)}
-    return {name: bits for name, bits in found.items() if bits is not None}
+    checkpoint.check(tensor_shapes(model), optional_shapes(model))
+    quantized = [name for name in matrices if checkpoint.is_quantized(name)]
+    codings = {name: coding for name in quantized if (coding := checkpoint.coding(name)) is not None}
+    groups = {name: group for name in quantized if (group := checkpoint.super_group(name)) is not None}
+    return Layouts(codings, groups)
