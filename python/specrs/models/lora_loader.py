@@ -16,6 +16,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.lora import LoRAAdapter, LoRAPart
 from specrs.models.lora_config import LoRAConfig, read_lora_config
+from specrs.models.registry import stored_name
 from specrs.models.tensors import tensor_shapes
 
 FILE = "adapter_model.safetensors"
@@ -45,7 +46,8 @@ class Place:
 
 
 def places(config: ModelConfig) -> dict[str, Place]:
-    """Return the modules of a model that adapters may change, by their names."""
+    """Return the modules of a model that adapters may change, by their names in the model's checkpoints. Experts are
+    not among them, nor are shared experts."""
     found: dict[str, Place] = {}
     rows: dict[tuple[int, str], int] = {}
     for name, shape in tensor_shapes(config).items():
@@ -56,7 +58,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
         layer = int(module.split(".")[2])
         first = rows.get((layer, projection), 0)
         rows[layer, projection] = first + shape[0]
-        found[module] = Place(layer, projection, first, *shape)
+        found[stored_name(config.architecture, module)] = Place(layer, projection, first, *shape)
     return found
 
 
@@ -114,6 +116,7 @@ def _check(
         module, _, kind = name.removeprefix(_PREFIX).removesuffix(".weight").partition(".lora_")
         if not name.startswith(_PREFIX) or module not in known or kind not in ("A", "B"):
             allowed = f"{_PREFIX}MODULE.lora_A.weight and lora_B.weight of a layer's {', '.join(_PARTS)}"
+            allowed += ", but not of experts"
             raise UnsupportedModelError(f"{path}: {name}: not implemented; allowed: {allowed}, as the model has them")
         if not config.has(module):
             raise CheckpointError(f"{path}: {name} is there, but adapter_config.json does not name {module}")
