@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -154,4 +155,4 @@ def test_text_of_llama_4(llama4: Path, dtype: str, tmp_path: Path) -> None:
         llm = LLM(str(llama4), dtype=dtype, enable_lora=True, max_loras=2, speculative_config=drafter)
         assert isinstance(llm.engine.weights.target, NativeDecoder) == (dtype == "float32")
         outputs = llm.generate(prompts * 3, greedy, lora_request=asked, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == sum(expected, [])
+        assert [output.outputs[0].token_ids for output in outputs] == list(itertools.chain(*expected))
