@@ -20,6 +20,7 @@ from specrs.models.kv_dtypes import resolve_cache_dtype
 from specrs.models.loader import CPU_DTYPES, DeviceDtypes, is_known_family, load_config, resolve_dtype
 from specrs.models.quantization.at_load import INT4_GROUPS
 from specrs.models.quantization.table import resolve_quantization
+from specrs.models.registry import FAMILIES
 
 if TYPE_CHECKING:
     from specrs.parallel.ranks import Ranks  # and torch
@@ -137,7 +138,7 @@ def _check_groups(field: str, quantization: str, source: str, model: ModelConfig
     layers = model.varied or (model.plain_sizes,)
     for name, size in (
         ("hidden_size", model.hidden_size),
-        *([("intermediate_size", sizes.intermediate_size) for sizes in layers] if dense else []),
+        *([(FAMILIES[model.architecture].intermediate_field, s.intermediate_size) for s in layers] if dense else []),
         *experts,
         *(("num_attention_heads * head_dim", model.num_heads * sizes.head_dim) for sizes in layers),
         *([] if model.delta is None else [("linear_num_value_heads * linear_value_head_dim", model.delta.inner)]),

@@ -20,6 +20,7 @@ from specrs.arrays import Array, converted
 from specrs.errors import UnsupportedConfigError, UnsupportedModelError, invalid
 from specrs.models.config import ModelConfig
 from specrs.models.experts import SHARED_SIZE
+from specrs.models.registry import FAMILIES
 from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, state_inputs, tensor_shapes
 
 
@@ -79,7 +80,7 @@ def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
         raise invalid(UnsupportedConfigError, field, size, reason)
     sizes = {"num_attention_heads": c.num_heads}
     if c.experts is None or not all(c.experts.layers):
-        sizes["intermediate_size"] = c.intermediate_size
+        sizes[FAMILIES[c.architecture].intermediate_field] = c.intermediate_size
     if c.experts is not None:
         sizes["an expert's intermediate size"] = c.experts.intermediate_size
         if c.experts.shared is not None:
