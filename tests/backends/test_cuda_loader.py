@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from assistant_reference import make_assistant
-from checkpoints import make_checkpoint, make_gemma4
+from checkpoints import make_checkpoint, make_eagle3, make_gemma4
 from gguf_files import write_gguf
 from mtp_reference import add_head
 from quantized_files import fp8_block, gptq
@@ -209,6 +209,20 @@ def test_models_that_no_kernel_serves(
         speculative = SpeculativeConfig(model=draft, num_speculative_tokens=2)
         config = EngineConfig(model=target, device="cuda", speculative_config=speculative)
         with pytest.raises(UnsupportedModelError, match=message):
+            BACKENDS["cuda"].check_config(config, "cuda:0", None)
+
+
+def test_a_head_that_no_kernel_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that an EAGLE-3 head is rejected before weights are loaded and before sizes are compared with memory."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 0))
+    target = make_checkpoint(tmp_path / "target", head_dim=64, with_tokenizer=False)
+    for layout in ("llama", "speculators"):
+        head = make_eagle3(tmp_path / layout, target, layout, head_dim=24)
+        speculative = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=2)
+        config = EngineConfig(model=str(target), device="cuda", speculative_config=speculative)
+        with pytest.raises(
+            UnsupportedModelError, match=r"head_dim=24: the GPU kernels serve .*; allowed: device='cpu'"
+        ):
             BACKENDS["cuda"].check_config(config, "cuda:0", None)
 
 

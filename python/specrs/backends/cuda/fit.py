@@ -16,11 +16,13 @@ from specrs.backends.cuda.weight_bytes import Layouts, weight_bytes
 from specrs.backends.cuda.workspace import layer_sizes
 from specrs.backends.model_source import ModelSource, draft_ranks, draft_source, drafts_by_model, drafts_by_own_head
 from specrs.config import EngineConfig
+from specrs.drafters.eagle3 import EAGLE3
+from specrs.drafters.eagle3.config import head_layer
 from specrs.drafters.mtp.reader import head_config, mtp_shapes
 from specrs.errors import InvalidConfigError, invalid
-from specrs.models.checkpoint import resolve_folder
+from specrs.models.checkpoint import read_json, resolve_folder
 from specrs.models.config import ModelConfig
-from specrs.models.errors import OF_DRAFT, OF_TARGET, about
+from specrs.models.errors import OF_DRAFT, OF_TARGET, about, of_folder
 from specrs.models.loader import load_config, open_checkpoint, resolve_dtype, stored_config
 from specrs.models.quantization.at_load import PROJECTIONS, coding_at_load
 from specrs.models.quantization.base import QuantizedTensors
@@ -43,13 +45,20 @@ def check_formats(config: EngineConfig) -> None:
 
 
 def check_models(config: EngineConfig, device: str) -> None:
-    """Raise UnsupportedModelError or UnsupportedConfigError for a target or draft model that the GPU's kernels do
-    not serve. Reads configurations."""
+    """Raise UnsupportedModelError or UnsupportedConfigError for a target, draft model or EAGLE-3 head that the GPU's
+    kernels do not serve. Reads configurations."""
     with about(*OF_TARGET):
         dtype = _check_model(ModelSource.of_target(config), device)
-    if drafts_by_model(config) and draft_source(config) is not None:
-        with about(*OF_DRAFT):
+    draft, speculative = draft_source(config), config.speculative_config
+    if draft is None or speculative is None:
+        return
+    with about(*OF_DRAFT):
+        if drafts_by_model(config):
             _check_model(ModelSource.of_draft(config, str(dtype)), device)
+        elif speculative.model_method is EAGLE3:
+            folder = resolve_folder(*draft, weights=False)
+            with of_folder(folder):
+                check_head_dim(head_layer(read_json(folder / "config.json")).head_dim, torch.device(device))
 
 
 def _check_model(source: ModelSource, device: str) -> np.dtype[Any]:
