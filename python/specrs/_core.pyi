@@ -184,7 +184,7 @@ class NotRunningError(SpecrsError):
     """The operation needs a running request and this one is waiting."""
 
 class OutOfBlocksError(SpecrsError):
-    """Every block of the block pool is held."""
+    """The block pool has no block to give."""
 
 class InvalidBlockError(SpecrsError):
     """A block id is outside the pool, or its state does not allow the operation."""
@@ -196,10 +196,10 @@ class InvalidAcceptanceError(SpecrsError):
     """A draft was recorded with impossible counts."""
 
 class SettleOrderError(SpecrsError):
-    """A step was settled out of order; steps settle in the order in which they were planned."""
+    """Steps settle in the order in which they were planned."""
 
 class InvalidResultsError(SpecrsError):
-    """The device reported results that the step cannot have produced."""
+    """The device reported something that its step cannot have produced."""
 
 class IntegrityError(SpecrsError):
     """The state of the scheduler or the block pool contradicts itself: a bug in specrs."""
