@@ -35,6 +35,8 @@ class ModelTypes(NamedTuple):
     """Dtype of K and V in the cache."""
     quantization: str | None
     """Format to which weights are quantized while they are loaded. None: they stay as the checkpoint has them."""
+    model: ModelConfig
+    """Configuration of the checkpoint, from which the dtypes follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class ModelSource:
             _check_groups(field, quantization, self.path, model)
         dtype = resolve_dtype(self.dtype, model, dtypes)
         cache_dtype = resolve_cache_dtype(self.option("kv_cache_dtype"), self.kv_cache_dtype, dtype)
-        return ModelTypes(dtype, cache_dtype, quantization)
+        return ModelTypes(dtype, cache_dtype, quantization, model)
 
 
 def draft_source(config: EngineConfig) -> tuple[str, str | None] | None:

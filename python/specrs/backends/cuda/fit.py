@@ -23,7 +23,7 @@ from specrs.errors import InvalidConfigError, invalid
 from specrs.models.checkpoint import read_json, resolve_folder
 from specrs.models.config import ModelConfig
 from specrs.models.errors import OF_DRAFT, OF_TARGET, about, of_folder
-from specrs.models.loader import load_config, open_checkpoint, resolve_dtype, stored_config
+from specrs.models.loader import open_checkpoint, resolve_dtype, stored_config
 from specrs.models.quantization.at_load import PROJECTIONS, coding_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
@@ -64,11 +64,10 @@ def check_models(config: EngineConfig, device: str) -> None:
 def _check_model(source: ModelSource, device: str) -> np.dtype[Any]:
     """Raise an error for a model that the kernels do not serve. Return the dtype of its activations."""
     types = source.types(CUDA_DTYPES)
-    model = load_config(source.path, revision=source.revision)
-    for sizes in layer_sizes(model):
+    for sizes in layer_sizes(types.model):
         check_head_dim(sizes.head_dim, torch.device(device))
-    if model.delta is not None:
-        check_net(model.delta, torch.device(device))
+    if types.model.delta is not None:
+        check_net(types.model.delta, torch.device(device))
     return types.dtype
 
 
