@@ -171,8 +171,10 @@ class Bench:
         return iterations.measure(iterations.Alone(self.target, self.draft, self.weights, **settings))
 
     def products(self) -> dict[str, Any]:
-        """Measure single matrix products and the sampling filter, without models."""
-        return products.measure(["qwen3-32b", "qwen3-1.7b"] if ON_GPU else ["tiny"], self.device)
+        """Measure single matrix products and the sampling filter, without models. configs.json next to the results gets
+        a table of products of many rows."""
+        models = ["qwen3-32b", "qwen3-1.7b"] if ON_GPU else ["tiny"]
+        return products.measure(models, self.device, self.out / "configs.json")
 
     def attention(self) -> dict[str, Any]:
         """Measure verification attention over long contexts."""

@@ -5,11 +5,12 @@
 ISA_TESTS := $(wildcard tests/kernels/test_*.py) tests/verify tests/integrations/test_transformers.py \
 	$(filter-out %config.py %fields.py %support.py %loader.py,$(wildcard tests/models/test_*.py)) \
 	$(addprefix tests/kernels/cuda/test_,skinny_linear.py lm_head.py row_kernels.py tolerance.py) \
-	tests/lora/test_native.py $(addprefix tests/backends/test_,cuda_runner.py) $(addprefix tests/engine/test_,fp32.py equivalence.py)
+	tests/lora/test_native.py tests/core/test_instruction_sets.py $(addprefix tests/backends/test_,cuda_runner.py) \
+	$(addprefix tests/engine/test_,fp32.py equivalence.py hybrid_requests.py)
 
-.PHONY: test-isa test-isa-default test-isa-avx2
-test-isa: test-isa-default test-isa-avx2 ## the numerical tests as on a CPU without AVX and on one with AVX2; -j2: both at once
-test-isa-default test-isa-avx2: test-isa-%: build
+.PHONY: test-isa test-isa-portable test-isa-avx2
+test-isa: test-isa-portable test-isa-avx2 ## the numerical tests as on a CPU without AVX and on one with AVX2; -j2: both at once
+test-isa-portable test-isa-avx2: test-isa-%: build
 	SPECRS_ISA=$* SPECRS_SWEEP=5 $(BIN)/python -m pytest $(ISA_TESTS) $(ARGS)
 
 .PHONY: test-ranks

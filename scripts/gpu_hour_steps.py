@@ -14,7 +14,7 @@
 | h100 | instead of all, on an H100 with 80 GB: the figures that others have published for it |
 | tools | if there is time: sanitizers and `specrs tune` |
 
-Runs in the folder that `scripts/gpu_hour` packs: the wheel is unpacked beside it, nothing is installed, built or
+Runs in the folder that `scripts/gpu_hour` packs: its wheels are unpacked beside it, nothing is installed, built or
 downloaded. Needs torch 2.11 or newer with its Triton, transformers, pytest, pytest-timeout, pytest-xdist and
 hypothesis; a rehearsal with Triton 3.6 also numpy before 2.4. A step that is cut off keeps what it has in
 results/NAME.log and in the files of the benches; results/steps.json says how each ended. After each step all of
@@ -126,7 +126,14 @@ def commands() -> list[Command]:
         measuring("h100_steady", "steady", *few, small=("--k", "0", "--concurrency", "1", "--data", "mt-bench")),
     ]
     shapes = [part for name in ("qwen3-32b", "qwen3-1.7b") for part in ("--model", f"models/{name}")]
-    tune = ("-c", "import sys; from specrs.cli import main; sys.exit(main(sys.argv[1:]))", "tune", *shapes)
+    tune = (
+        "-c",
+        "import sys; from specrs.cli import main; sys.exit(main(sys.argv[1:]))",
+        "tune",
+        *shapes,
+        "--only",
+        "few",
+    )
     one = ("tests/kernels/cuda/test_skinny_linear.py", "tests/kernels/cuda/test_paged_attention.py", "-x")
     caching = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
     checked = (*PYTEST, *one, "-k", "any or every")
@@ -155,13 +162,13 @@ def lacks(*, rehearse: bool) -> str | None:
 
 
 def prepare() -> dict[str, str]:
-    """Unpack the wheel and write the models' config.json files. Return the environment variables of every step."""
+    """Unpack the wheels and write the models' config.json files. Return the environment variables of every step."""
     RESULTS.mkdir(exist_ok=True)
     site = HERE / "site"
     if not site.exists():
-        (wheel,) = HERE.glob("specrs-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
+        for wheel in HERE.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
     models = HERE / "models"
     if not models.exists():
         sys.path.insert(0, str(HERE / "benches/gpu"))

@@ -13,7 +13,7 @@ import sys
 VARIABLE = "SPECRS_ISA"
 
 SETS: dict[str, dict[str, str]] = {
-    "default": {
+    "portable": {
         "ATEN_CPU_CAPABILITY": "default",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
@@ -26,10 +26,11 @@ SETS: dict[str, dict[str, str]] = {
         "OPENBLAS_CORETYPE": "Haswell",
     },
 }
-"""Environment variables by name of the set. OpenBLAS is numpy's, which Triton's interpreter uses."""
+"""Environment variables of libraries, by name of the set for native passes. OpenBLAS is numpy's, which Triton's
+interpreter uses."""
 
 SAYS: dict[str, dict[str, str]] = {
-    "default": {"ATen": "DEFAULT", "oneDNN": "Intel SSE4.1", "OpenBLAS": "Nehalem", "MKL": "Intel(R) SSE4.2"},
+    "portable": {"ATen": "DEFAULT", "oneDNN": "Intel SSE4.1", "OpenBLAS": "Nehalem", "MKL": "Intel(R) SSE4.2"},
     "avx2": {"ATen": "AVX2", "oneDNN": "Intel AVX2", "OpenBLAS": "Haswell", "MKL": "Intel(R) AVX2"},
 }
 """Names that the libraries report for each set."""

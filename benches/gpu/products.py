@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from specrs.backends.cuda import many_rows
+from specrs.backends.cuda.cublaslt import CublasLt
+from specrs.backends.cuda.providers import BUCKETS, write_providers
 from specrs.backends.cuda.workspace import linear_shapes
 from specrs.core import RequestSampling
 from specrs.kernels.cuda.configs import LinearShape, linear_config
@@ -27,23 +30,34 @@ from gpu.models import VOCAB, write_config
 from gpu.timing import ON_GPU, graphed, milliseconds
 
 ROWS = (6, 32, 64) if ON_GPU else (2,)
-MANY_ROWS = (96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048) if ON_GPU else (66,)
-"""Rows for which passes use cuBLAS."""
+MANY_ROWS = BUCKETS if ON_GPU else BUCKETS[:1]
+"""Rows for which the table of products says who computes them."""
 LAUNCHES = 24 if ON_GPU else 1
 
 
-def measure(models: list[str], device: torch.device) -> dict[str, Any]:
+def measure(models: list[str], device: torch.device, table: Path) -> dict[str, Any]:
     """Return the microseconds of one launch by model, product, kind of weight and rows; and those of the sampling
-    cut."""
+    cut. Write into `table` who computes products of many rows fastest, as `specrs tune` does."""
     found: dict[str, Any] = {}
+    lt = CublasLt.load(device) if device.type == "cuda" else None
+    limits = limits_of(device)
+    clock = None if ON_GPU else lambda launch: 1e-6 * microseconds(launch)
+    timer = many_rows.ManyRowsTimer(limits, device, lt, clock)
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
             config = load_config(write_config(model, Path(folder)))
         for name, shape in linear_shapes(config, torch.bfloat16 if ON_GPU else torch.float32, device).items():
             kinds = ["dense", "cublas", *([] if name == "lm_head" else CODINGS)]
-            found[f"{model} {name}"] = {
+            found[f"{model} {name}"] = of_product = {
                 kind: {rows: one(shape, kind, rows, device) for rows in ROWS} for kind in kinds
-            } | many(shape, device)
+            }
+            of_product["many rows, cublaslt by torch"] = by_torch(shape, device)
+            of_product["many rows"] = of_rows = {}
+            for measured in many_rows.measure([shape], timer, MANY_ROWS):
+                us = {provider: 1e6 * seconds for provider, seconds in measured.by_provider.items()}
+                best, flop = us[measured.choice.provider], 2e-6 * measured.rows * measured.shape.n * shape.k
+                of_rows[measured.rows] = us | {"best": measured.choice.provider, "tflop_per_s": flop / best}
+                write_providers(table, limits.name, {measured.shape: {measured.rows: measured.choice}})
     return found | {"sampling_cut": sampling(device)}
 
 
@@ -64,28 +78,22 @@ def one(shape: LinearShape, kind: str, rows: int, device: torch.device) -> float
     return microseconds(lambda i: trial.launch(operands[i % len(operands)]))
 
 
-def many(shape: LinearShape, device: torch.device) -> dict[str, dict[int, dict[str, float]]]:
-    """Return microseconds and TFLOP/s of products of many rows, by torch's library and its number of rows.
-
-    `cublaslt` is asked for by `torch.backends.cuda.preferred_blas_library`, which leaves shapes to cuBLAS that it does
-    not serve.
-    """
-    limits = limits_of(device)
+def by_torch(shape: LinearShape, device: torch.device) -> dict[int, float]:
+    """Return the microseconds of products of many rows by their number, if torch prefers cuBLASLt. It takes the first
+    algorithm that cuBLASLt proposes, and leaves shapes to cuBLAS that cuBLASLt does not serve."""
+    limits, shape = limits_of(device), many_rows.as_dense(shape)
     operands = Trial.of(shape, linear_config(shape, block_m(1), limits), 1, limits).in_turn(device)
-    features, found = len(operands[0].weight), dict[str, dict[int, dict[str, float]]]()
-    for library in ("cublas", "cublaslt"):
-        if device.type == "cuda":
-            torch.backends.cuda.preferred_blas_library(library)
-        found[f"many rows, {library}"] = of_rows = {}
-        for rows in MANY_ROWS:
-            x = torch.randn(rows, shape.k, device=device).to(shape.dtype)
-            out = torch.empty(rows, features, device=device, dtype=shape.dtype)
+    found = {}
+    if device.type == "cuda":
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    for rows in MANY_ROWS:
+        x = torch.randn(rows, shape.k, device=device).to(shape.dtype)
+        out = torch.empty(rows, shape.n, device=device, dtype=shape.dtype)
 
-            def launch(i: int, x: Any = x, out: Any = out) -> None:
-                torch.mm(x, operands[i % len(operands)].weight.t(), out=out)
+        def launch(i: int, x: Any = x, out: Any = out) -> None:
+            torch.mm(x, operands[i % len(operands)].weight.t(), out=out)
 
-            us = microseconds(launch)
-            of_rows[rows] = {"us": us, "tflop_per_s": 2e-6 * rows * features * shape.k / us}
+        found[rows] = microseconds(launch)
     if device.type == "cuda":
         torch.backends.cuda.preferred_blas_library("default")
     return found

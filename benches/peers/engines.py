@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specrs.backends.cpu.threads import usable_processors
-from specrs.pair import DRAFT, TARGET
+from specrs.pair import DRAFT, HYBRID, TARGET
 
 from peers import machine
 from peers.job import Job
@@ -50,7 +50,7 @@ def checkpoint(model: str, peers: Path, fp32_weights: bool = False) -> Path:
     """
     if fp32_weights:
         return peers / f"models/pair-fp32-{model.removeprefix('pair-')}"
-    bundled = {"pair-target": TARGET, "pair-draft": DRAFT}
+    bundled = {"pair-target": TARGET, "pair-draft": DRAFT, "pair-hybrid": HYBRID}
     return bundled[model] if model in bundled else peers / "models" / CHECKPOINTS[model]
 
 

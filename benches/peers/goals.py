@@ -147,6 +147,7 @@ GOALS: dict[str, Callable[[Results], Iterator[Goal]]] = {
     **dict.fromkeys(("gemma3-files-1", "gemma3-files-2", "gemma3-files-prompts"), _GEMMA3),
     **dict.fromkeys(("smollm2-files-batch8", "smollm2-files-batch32"), _BATCH),
     "chats-files": chats_files,
+    "hybrid": files({"f32": 1.0}, {}),
     "pair1": pair1,
     "pair8": pair8,
     "smollm2": smollm2,

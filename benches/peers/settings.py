@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ENGINES = ("specrs", "llama.cpp", "openvino", "vllm", "transformers")
-FILES = ("q4_0", "q4_1", "q8_0", "q4_k_m")
+FILES = ("f32", "q4_0", "q4_1", "q8_0", "q4_k_m")
 """Types of GGUF files, used as `dtype` of a line. specrs and llama.cpp read the same file, each with its default KV
 cache."""
 INT4 = "int4"
@@ -164,6 +164,16 @@ SETS = {
         32,
         3,
         tuple(plain("bfloat16")),
+    ),
+    "hybrid": Setting(
+        "bundled hybrid, batch 1, 1 thread",
+        "pair-hybrid",
+        None,
+        1,
+        1,
+        128,
+        24,
+        (Line("specrs", 0, "float32"), *(Line(engine, 0, "f32") for engine in ("specrs", "llama.cpp"))),
     ),
     **file_sets(),
 }

@@ -78,6 +78,7 @@ install_gguf() {
   gguf "$pair/target" pair-target f32
   gguf "$pair/target" pair-target bf16
   gguf "$pair/draft" pair-draft f32
+  gguf "$pair/hybrid" pair-hybrid f32
   gguf "$smollm2" smollm2-135m bf16
   gguf "$qwen3" qwen3-0.6b-shape bf16
 }

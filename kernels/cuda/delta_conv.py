@@ -210,8 +210,9 @@ def _check(
         assert tensor.is_contiguous()
 
 
-def _variant(name: str, dtype: str, sizes: Sizes) -> Variant:
-    """Return a variant of the convolution kernel to compile for delta nets of `sizes`."""
+def _variant(name: str, dtype: str, sizes: Sizes, *, aligned: bool = True) -> Variant:
+    """Return a variant of the convolution kernel to compile for delta nets of `sizes`. `aligned`: rows of x begin at
+    multiples of 16 elements."""
     return Variant(
         name,
         delta_conv_kernel,
@@ -222,7 +223,7 @@ def _variant(name: str, dtype: str, sizes: Sizes) -> Variant:
             **dict.fromkeys(("x_stride", "first", "low", "high", "stride", "entries", "most"), "i32"),
         },
         sizes_of(sizes) | {"TILE": _TILE, "BLOCK": 128, "DEPENDENT": False},
-        aligned=("x_stride",),
+        aligned=("x_stride",) if aligned else (),
     )
 
 
@@ -230,4 +231,6 @@ VARIANTS = (
     _variant("delta_conv_bf16_k16_v32", "bf16", (16, 32, 128, 128, 4, 0)),
     _variant("delta_conv_fp32_k16_v48", "fp32", (16, 48, 128, 128, 4, 0)),
     _variant("delta_conv_bf16_k16_v32_by_key_head", "bf16", (16, 32, 128, 128, 4, 1)),
+    # One of eight ranks.
+    _variant("delta_conv_bf16_k2_v6", "bf16", (2, 6, 128, 128, 4, 0), aligned=False),
 )

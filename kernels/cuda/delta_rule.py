@@ -284,8 +284,9 @@ def _check(
         assert tensor.is_contiguous()
 
 
-def _variant(name: str, dtype: str, sizes: Sizes, *, slots: int = 0) -> Variant:
-    """Return a variant to compile for delta nets of `sizes`, and `slots` snapshots."""
+def _variant(name: str, dtype: str, sizes: Sizes, *, slots: int = 0, aligned: bool = True) -> Variant:
+    """Return a variant to compile for delta nets of `sizes`, and `slots` snapshots. `aligned`: rows of x begin at
+    multiples of 16 elements."""
     floats = ("gates", "replayed", "bases", "deltas", "decays", "mixed", "kept_bases")
     snapshots = ("snapshot_count", "snapshot_rows", "snapshot_lengths", "snapshot_slots")
     channels = triton.cdiv(conv_dim(sizes), sizes[1] * slices(sizes))
@@ -308,7 +309,7 @@ def _variant(name: str, dtype: str, sizes: Sizes, *, slots: int = 0) -> Variant:
             "DEPENDENT": False,
         },
         num_warps=1,
-        aligned=("x_stride",),
+        aligned=("x_stride",) if aligned else (),
     )
 
 
@@ -316,4 +317,6 @@ VARIANTS = (
     _variant("delta_rule_bf16_k16_v32", "bf16", (16, 32, 128, 128, 4, 0)),
     _variant("delta_rule_bf16_k16_v32_snapshots", "bf16", (16, 32, 128, 128, 4, 0), slots=200),
     _variant("delta_rule_fp32_k16_v48", "fp32", (16, 48, 128, 128, 4, 0)),
+    # One of eight ranks.
+    _variant("delta_rule_bf16_k2_v6_snapshots", "bf16", (2, 6, 128, 128, 4, 0), slots=200, aligned=False),
 )

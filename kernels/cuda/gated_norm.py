@@ -131,8 +131,9 @@ def _check(operands: list[Tensor], out: Tensor, sizes: Sizes, piece: list[int]) 
     assert mixed.is_contiguous()
 
 
-def _variant(name: str, dtype: str, sizes: Sizes, *, turned: bool = False) -> Variant:
-    """Return a variant of the gated norm kernel to compile for delta nets of `sizes`."""
+def _variant(name: str, dtype: str, sizes: Sizes, *, turned: bool = False, aligned: bool = True) -> Variant:
+    """Return a variant of the gated norm kernel to compile for delta nets of `sizes`. `aligned`: rows of x begin at
+    multiples of 16 elements."""
     return Variant(
         name,
         gated_norm_kernel,
@@ -144,7 +145,7 @@ def _variant(name: str, dtype: str, sizes: Sizes, *, turned: bool = False) -> Va
             "eps": "fp32",
         },
         sizes_of(sizes) | {"TURNED": turned, "HEADS": _HEADS, "BLOCK": 128, "DEPENDENT": False},
-        aligned=("x_stride", "out_stride"),
+        aligned=("x_stride", "out_stride") if aligned else ("out_stride",),
     )
 
 
@@ -152,4 +153,6 @@ VARIANTS = (
     _variant("gated_norm_bf16_k16_v32", "bf16", (16, 32, 128, 128, 4, 0)),
     _variant("gated_norm_bf16_k16_v32_turned", "bf16", (16, 32, 128, 128, 4, 0), turned=True),
     _variant("gated_norm_fp32_k16_v48", "fp32", (16, 48, 128, 128, 4, 0)),
+    # One of eight ranks.
+    _variant("gated_norm_bf16_k2_v6", "bf16", (2, 6, 128, 128, 4, 0), aligned=False),
 )

@@ -121,6 +121,7 @@ def _variants() -> tuple[Variant, ...]:
                 add("gated_added", LinearShape(6144, 2048, torch_dtype, gated=True), operands=("added", *normed))
             if dtype == "bf16" and rows == 6:
                 add("normed", LinearShape(4096, 2048, torch_dtype), operands=normed)
+                add("normed_added", LinearShape(4096, 2048, torch_dtype), operands=("added", *normed))
                 add("normed_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *normed))
                 add("gelu", LinearShape(6144, 2048, torch_dtype, gated=True), constants={"GELU": True})
                 add(
@@ -178,6 +179,20 @@ def _variants() -> tuple[Variant, ...]:
     ):
         label = f"skinny_linear_draft_{kind}_rows{DRAFT_ROWS}_{roomy.name}"
         variants.append(variant(label, shape, roomy, rows=DRAFT_ROWS, operands=operands, constants=constants))
+    # Products of targets that the table of providers gives to our kernel.
+    for kind, shape, operands, constants in (
+        ("qkv", LinearShape(10240, 5120, torch.bfloat16), normed, {}),
+        ("residual", LinearShape(5120, 8192, torch.bfloat16), following, added),
+        ("gated", LinearShape(25600, 5120, torch.bfloat16, gated=True), normed, {}),
+        ("down", LinearShape(5120, 25600, torch.bfloat16), following, added),
+    ):
+        label = f"skinny_linear_target_{kind}_rows{DRAFT_ROWS}_{roomy.name}"
+        variants.append(variant(label, shape, roomy, rows=DRAFT_ROWS, operands=operands, constants=constants))
+    for size in SIZES:
+        for kind, torch_dtype, has_bias in (("bf16", torch.bfloat16, False), ("bias_fp16", torch.float16, True)):
+            label = f"skinny_linear_own_{kind}_rows{DRAFT_ROWS}_{size.name}"
+            shape, used = LinearShape(51200, 5120, torch_dtype), ("bias",) if has_bias else ()
+            variants.append(variant(label, shape, size, rows=DRAFT_ROWS, operands=used))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),

@@ -1,7 +1,8 @@
 """LoRA adapters of the rows of a pass: `W x + B (A x)` for the rows that have one. Multiplies no W.
 
 Adapters are in slots of equal size. A slot has one A and one B for each fused projection, which may consist of several
-parts: q, k and v, or gate and up. Every part has its own rows of A and reads only their outputs in B. `shrink` makes
+parts: q, k and v, or gate and up, or four of a delta net. Every part has its own rows of A and reads only their outputs
+in B. `shrink` makes
 `A x`, and `expand` makes `B` of it. Both have a program for each slot, tile of outputs and tile of 64 rows. A program
 without a row of its slot exits immediately. The order of a row's sums does not depend on other rows.
 """
@@ -29,10 +30,10 @@ _MAX_RANKS = 64
 _SLOT_ROWS, _SLOT_SEQS = 16, 64
 
 
-@triton.jit(do_not_specialize=["rows", "seqs", "first"])
+@triton.jit(do_not_specialize=["rows", "seqs", "first", "padding"])
 def adapter_slots_kernel(  # type: ignore[no-untyped-def]
-    positions, q_start, device_rows, of_row, out, rows, seqs, first, BLOCK: tl.constexpr, BLOCK_SEQS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    positions, q_start, device_rows, of_row, out, rows, seqs, first, padding, BLOCK: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     enter(DEPENDENT)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -45,8 +46,8 @@ def adapter_slots_kernel(  # type: ignore[no-untyped-def]
         request += tl.sum(((seq < seqs)[None, :] & (end[None, :] <= row[:, None])).to(tl.int32), 1)
     position = tl.load(positions + first + row, mask=there, other=-1)
     fed = there & (request < seqs) & (position >= 0)
-    state = tl.load(device_rows + request, mask=fed, other=0)
-    slot = tl.load(of_row + state, mask=fed, other=-1)
+    state = tl.where(fed, tl.load(device_rows + request, mask=fed, other=0), padding)
+    slot = tl.load(of_row + state, mask=there, other=-1)
     tl.store(out + first + row, slot, mask=there)
 
 
@@ -108,6 +109,7 @@ def lora_expand_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
+    FOURTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -123,7 +125,7 @@ def lora_expand_kernel(  # type: ignore[no-untyped-def]
     DEPENDENT: tl.constexpr,
 ):
     enter(DEPENDENT)
-    # No tile has outputs of two parts. The parts begin at outputs 0, SECOND and THIRD.
+    # No tile has outputs of two parts. The parts begin at outputs 0, SECOND, THIRD and FOURTH.
     TILES_1: tl.constexpr = (SECOND + BLOCK_N - 1) // BLOCK_N
     TILES_2: tl.constexpr = TILES_1 + (THIRD - SECOND + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
@@ -133,7 +135,13 @@ def lora_expand_kernel(  # type: ignore[no-untyped-def]
     if tl.max(mine.to(tl.int32), 0) > 0:
         part = (tile >= TILES_1).to(tl.int32) + (tile >= TILES_2).to(tl.int32)
         begin = tl.where(part == 0, 0, tl.where(part == 1, SECOND - TILES_1 * BLOCK_N, THIRD - TILES_2 * BLOCK_N))
-        end = tl.where(part == 0, SECOND, tl.where(part == 1, THIRD, N))
+        end = tl.where(part == 0, SECOND, tl.where(part == 1, THIRD, FOURTH))
+        if FOURTH < N:
+            TILES_3: tl.constexpr = TILES_2 + (FOURTH - THIRD + BLOCK_N - 1) // BLOCK_N
+            if tile >= TILES_3:
+                part += 1
+                begin = FOURTH - TILES_3 * BLOCK_N
+                end = N
         n = begin + tile * BLOCK_N + tl.arange(0, BLOCK_N)
         r = tl.arange(0, BLOCK_R)
         stored = (n < end)[:, None] & mine[None, :]
@@ -174,7 +182,7 @@ class Slots:
     b: Tensor
     """[S, N, R]. Columns past an output's rank are 0."""
     parts: tuple[int, ...]
-    """Number of outputs of each part, up to three parts. They add up to N."""
+    """Number of outputs of each part, up to four parts. They add up to N."""
 
     @property
     def num_bytes(self) -> int:
@@ -206,10 +214,10 @@ def adapter_slots(
     """Write the adapter slot of each row of a pass from row `first` on.
 
     Args:
-        positions: `[N]` int64 positions of all rows; -1: the row is masked and gets -1.
-        q_start: `[B + 1]` int64, first row of each request, counted from row `first`. Rows past the last get -1.
+        positions: `[N]` int64 positions of all rows; -1: the row is masked and counts as one of no request.
+        q_start: `[B + 1]` int64, first row of each request, counted from row `first`. Later rows are of no request.
         device_rows: `[B]` int64, state row of each request.
-        of_row: `[R + 1]` int32, slot of each state row; -1: no adapter.
+        of_row: `[R + 1]` int32, slot of each state row; -1: no adapter. The last element is that of rows of no request.
         out: `[N]` int32, written from `first` on.
         first: first row of the requests.
         dependent: launch dependently (see `_dependent_launch`).
@@ -225,6 +233,7 @@ def adapter_slots(
         rows,
         len(device_rows),
         first,
+        len(of_row) - 1,
         BLOCK=_SLOT_ROWS,
         BLOCK_SEQS=_SLOT_SEQS,
         **options(dependent),
@@ -343,7 +352,7 @@ def _lora_expand(
     _check_expand(y, b, slots, squares, out, flags)
     (eps, multiplier), (accumulate, k, *parts) = numbers, flags
     (count, n, rank), rows, sums = b.shape, len(slots), 0 if squares is None else len(squares)
-    width, (second, third) = block_m(min(rows, MAX_ROWS)), _begins(parts)
+    width, (second, third, fourth) = block_m(min(rows, MAX_ROWS)), _begins(parts)
     grid = (sum(triton.cdiv(part, _BLOCK_N) for part in parts), triton.cdiv(rows, width), count)
     lora_expand_kernel[grid](
         y,
@@ -358,6 +367,7 @@ def _lora_expand(
         N=n,
         SECOND=second,
         THIRD=third,
+        FOURTH=fourth,
         COLUMNS=y.shape[2],
         RANK=rank,
         SPLITS=len(y),
@@ -374,10 +384,9 @@ def _lora_expand(
     )
 
 
-def _begins(parts: Sequence[int]) -> tuple[int, int]:
-    """Return the first output of the second and of the third part; N for parts that are not there."""
-    n = sum(parts)
-    return parts[0], parts[0] + parts[1] if len(parts) > 1 else n
+def _begins(parts: Sequence[int]) -> tuple[int, int, int]:
+    """Return the first output of the second, third and fourth part; N for parts that are not there."""
+    return sum(parts[:1]), sum(parts[:2]), sum(parts[:3])
 
 
 @_lora_expand.register_fake
@@ -399,7 +408,7 @@ def _check_expand(
 ) -> None:
     _, _, *parts = flags
     rows = len(slots)
-    assert 1 <= len(parts) <= 3
+    assert 1 <= len(parts) <= 4
     assert sum(parts) == b.shape[1] == out.shape[1]
     assert y.shape[1:] == (rows, len(parts) * b.shape[2])
     assert out.shape[0] == rows
@@ -414,10 +423,10 @@ def adapter_slots_reference(
     positions: Tensor, q_start: Tensor, device_rows: Tensor, of_row: Tensor, out: Tensor, first: int
 ) -> None:
     """Reference for `adapter_slots`, in plain torch."""
-    out[first:] = -1
+    out[first:] = of_row[-1]
     for i, (begin, end) in enumerate(zip(q_start[:-1].tolist(), q_start[1:].tolist(), strict=True)):
         out[first + begin : first + end] = of_row[device_rows[i]]
-    out[first:].masked_fill_(positions[first:] < 0, -1)
+    out[first:].masked_fill_(positions[first:] < 0, int(of_row[-1]))
 
 
 def lora_reference(
@@ -450,20 +459,22 @@ def _variants() -> tuple[Variant, ...]:
             {
                 **dict.fromkeys(("positions", "q_start", "device_rows"), "*i64"),
                 **dict.fromkeys(("of_row", "out"), "*i32"),
-                **dict.fromkeys(("rows", "seqs", "first"), "i32"),
+                **dict.fromkeys(("rows", "seqs", "first", "padding"), "i32"),
             },
             {"BLOCK": _SLOT_ROWS, "BLOCK_SEQS": _SLOT_SEQS, "DEPENDENT": False},
         )
     ]
-    # Projections of Qwen3-32B: inputs and parts.
+    # Projections of Qwen3-32B, and into a delta net of Qwen3.5-27B: inputs and parts.
     shapes = {"qkv": (5120, (8192, 1024, 1024)), "gate_up": (5120, (25600, 25600)), "down": (25600, (5120,))}
-    cases = (("qkv", 6, 16, "bf16"), ("down", 64, 16, "bf16"), ("gate_up", 2048, 64, "bf16"), ("down", 6, 16, "fp16"))
+    shapes["net"] = (5120, (10240, 6144, 48, 48))
+    cases = [("qkv", 6, 16, "bf16"), ("down", 64, 16, "bf16"), ("gate_up", 2048, 64, "bf16"), ("down", 6, 16, "fp16")]
+    cases.append(("net", 6, 16, "bf16"))
     for name, rows, rank, dtype in cases:
         k, parts = shapes[name]
-        columns, width, (second, third) = len(parts) * rank, block_m(min(rows, MAX_ROWS)), _begins(parts)
+        columns, width, (second, third, fourth) = len(parts) * rank, block_m(min(rows, MAX_ROWS)), _begins(parts)
         types = dict.fromkeys(("x", "a", "b"), f"*{dtype}") | {"slots": "*i32", "y": "*fp32"}
         types |= dict.fromkeys(("rows", "y_stride", "x_stride", "out_stride"), "i32") | {"eps": "fp32"}
-        sums = triton.cdiv(k, 64) if name == "qkv" else 0
+        sums = triton.cdiv(k, 64) if name in ("qkv", "net") else 0
         adds = name == "down"
         types |= {"squares": "*fp32"} if sums else {}
         types |= {"out": f"*{dtype}" if adds or rows > MAX_ROWS else "*fp32"}
@@ -473,6 +484,7 @@ def _variants() -> tuple[Variant, ...]:
             "N": sum(parts),
             "SECOND": second,
             "THIRD": third,
+            "FOURTH": fourth,
             "RANK": rank,
             "SPLITS": num_splits(rows, k),
             "SQUARES": sums,

@@ -26,6 +26,8 @@ from triton.runtime.errors import OutOfResources
 
 Timer = Callable[[LinearShape, LinearConfig], float]
 """Function that returns the seconds of one product; inf if the device cannot run the configuration."""
+_LAUNCHES = 32
+"""Number of a product's launches in the graph that is timed."""
 _FINALISTS = 6
 _ROUNDS = 5
 _COLD_BYTES = 512 * 2**20
@@ -240,8 +242,6 @@ def tune(compiled: Iterable[tuple[Trial, str | None]], total: Sequence[Trial], t
 class DeviceTimer:
     """Timer of products of `rows` rows on a CUDA device, in a graph, over weights that no cache holds."""
 
-    _LAUNCHES = 32
-
     def __init__(self, rows: int, limits: DeviceLimits, device: torch.device) -> None:
         self.rows = rows
         self.limits = limits
@@ -255,19 +255,28 @@ class DeviceTimer:
             trial.launch(operands[0])
         except OutOfResources:
             return math.inf
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(self._LAUNCHES):
-                trial.launch(operands[i % len(operands)])
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        graph.replay()
+        return graph_seconds(lambda i: trial.launch(operands[i % len(operands)]), _LAUNCHES)
+
+
+def graph_seconds(launch: Callable[[int], object], launches: int, replays: int = 1) -> float:
+    """Return the seconds of one of a graph's `launches`, which `launch` enqueues by their index: the median of
+    `replays`. The kernels must have run before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            launch(i)
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    graph.replay()
+    times = []
+    for _ in range(replays):
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3 / self._LAUNCHES
+        times.append(float(start.elapsed_time(end)) * 1e-3 / launches)
+    return statistics.median(times)
 
 
 def write_table(path: Path, gpu: str, chosen: Mapping[LinearShape, LinearConfig]) -> None:

@@ -184,7 +184,7 @@ class NotRunningError(SpecrsError):
     """The operation needs a running request and this one is waiting."""
 
 class OutOfBlocksError(SpecrsError):
-    """Every block of the block pool is held."""
+    """The block pool has no block to give."""
 
 class InvalidBlockError(SpecrsError):
     """A block id is outside the pool, or its state does not allow the operation."""
@@ -196,10 +196,10 @@ class InvalidAcceptanceError(SpecrsError):
     """A draft was recorded with impossible counts."""
 
 class SettleOrderError(SpecrsError):
-    """A step was settled out of order; steps settle in the order in which they were planned."""
+    """Steps settle in the order in which they were planned."""
 
 class InvalidResultsError(SpecrsError):
-    """The device reported results that the step cannot have produced."""
+    """The device reported something that its step cannot have produced."""
 
 class IntegrityError(SpecrsError):
     """The state of the scheduler or the block pool contradicts itself: a bug in specrs."""
@@ -1466,15 +1466,22 @@ class SpeculationPlanner:
     """
 
     def __new__(
-        cls, *, max_num_seqs: int, num_speculative_tokens: int, costs: CostModel, catch_up_ms: float = 0.0
+        cls,
+        *,
+        max_num_seqs: int,
+        num_speculative_tokens: int,
+        costs: CostModel,
+        catch_up_ms: float = 0.0,
+        lora_costs: CostModel | None = None,
     ) -> SpeculationPlanner:
-        """Make a planner that has seen no drafts; it copies `costs`.
+        """Make a planner that has seen no drafts; it copies `costs` and `lora_costs`.
 
         Args:
             max_num_seqs: number of rows (R), 1 to 65536.
             num_speculative_tokens: maximum number of drafts that it chooses (K), 1 to 1024.
             costs: milliseconds by batch and K of steps that only decode, extended beyond the grid by `CostModel.ms`.
             catch_up_ms: additional milliseconds of each position of a draft catch-up chunk, at least 0.
+            lora_costs: costs of steps in which a request has a LoRA adapter. None: `costs` are those of all steps.
 
         Raises:
             InvalidConfigError: naming the setting outside its range.
@@ -1488,16 +1495,18 @@ class SpeculationPlanner:
     def num_speculative_tokens(self) -> int:
         """Maximum number of drafts that the planner chooses, K."""
 
-    def costs(self) -> CostModel:
-        """Return a copy of the costs as refined by now. Only their ratios mean anything: a machine that slows down
-        as a whole does not change them."""
+    def costs(self, *, has_lora: bool = False) -> CostModel:
+        """Return a copy of the costs as refined by now: of steps in which a request has a LoRA adapter if `has_lora`,
+        else of steps in which none has. Only ratios of costs are meaningful: a machine that slows down as a whole does
+        not change them."""
 
     def conditional_acceptance(self) -> list[float]:
         """Return the chance that each draft token of an average request is accepted, given the drafts before it,
         `[K]`."""
 
-    def reset(self, row: int) -> None:
-        """Start the statistics of a new request on `row` and discard those of the request before it.
+    def reset(self, row: int, *, has_lora: bool = False) -> None:
+        """Start the statistics of a new request on `row` and discard those of the request before it. `has_lora`: the
+        request has a LoRA adapter.
 
         Raises:
             InvalidBufferError: there is no such row.
@@ -1754,23 +1763,29 @@ class BlockHasher:
 
 @final
 class CpuPool:
-    """Pool of threads that passes on a CPU are shared among, including the caller's. They end when no object uses the
-    pool.
+    """Pool of threads that passes on a CPU are shared among, including the caller's, and the instructions that passes
+    use. The threads end when no object uses the pool.
 
     In a process that was forked off the one that made the pool, its threads do not exist: objects that use it raise
     `SpecrsError`.
     """
 
-    def __new__(cls, threads: int) -> CpuPool:
-        """Make a pool of `threads` threads: the caller's and `threads - 1` of its own.
+    def __new__(cls, threads: int, instructions: str | None = None) -> CpuPool:
+        """Make a pool of `threads` threads: the caller's and `threads - 1` of its own. `instructions` is one of
+        `cpu_instruction_sets`, but not `amx`; None: the fastest.
 
         Raises:
-            InvalidConfigError: `threads` is less than 1, or more than the system gives.
+            InvalidConfigError: `threads` is less than 1, or more than the system gives; the processor has no
+                `instructions` of this name.
         """
 
     @property
     def threads(self) -> int:
         """Number of threads that a pass runs on, including the caller's."""
+
+    @property
+    def instructions(self) -> str:
+        """Name of the instruction set that passes use."""
 
     def close(self) -> None:
         """End the pool's threads, once no call uses them. Objects that use the pool raise `SpecrsError` from then
@@ -2586,8 +2601,9 @@ class Sampler:
 def cpu_instruction_sets() -> list[str]:
     """Return the names of the instruction sets that this processor has and CPU passes can use, the fastest first.
 
-    `amx` multiplies the prompts of `cpu_prefill="amx"`. Of the others, passes use the first: `avx512_bf16`, `avx512`,
-    `avx2`, `neon` or `portable`, which every processor has.
+    `amx` multiplies the prompts of `cpu_prefill="amx"` and many rows of quantized weights. Of the others, a `CpuPool`
+    uses the first unless it is told another: `avx512_bf16`, `avx512`, `avx2`, `neon` or `portable`, which every
+    processor has.
     """
 
 def philox_uniform(

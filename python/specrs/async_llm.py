@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from specrs.config import EngineConfig
-from specrs.engine.heap import end_loading
 from specrs.engine.intake import Intake, take_grammar
+from specrs.engine.load import load_engine
 from specrs.engine.loop import EngineLoop, Group, Updates
-from specrs.engine.tokenizer import load_tokenizer
 from specrs.engine_options import STREAMING_PREFILL_STALL_MS
 from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, check_int, invalid_request
 from specrs.inputs import Prompt, PromptType
@@ -134,11 +133,7 @@ class AsyncLLM:
         config = EngineConfig.from_kwargs(model=model, **settings)
         if config.max_prefill_stall_ms is None:
             config = replace(config, max_prefill_stall_ms=STREAMING_PREFILL_STALL_MS)
-        tokenizer = load_tokenizer(config)
-        from specrs.engine.build import build_engine
-
-        self._take(build_engine(config), tokenizer)
-        end_loading(tokenizer)
+        self._take(*load_engine(config))
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> AsyncLLM:

@@ -11,6 +11,7 @@ from specrs.errors import InvalidConfigError
 
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cuda": ("NVIDIA GPUs", ("torch", "triton")),
+    "cublaslt": ("products of many rows on NVIDIA GPUs, by algorithms of cuBLASLt", ("nvmath",)),
     "transformers": ("models that only transformers has code for, on a CPU", ("torch", "transformers")),
     "bench": ("load on a server, sweeps, pictures", ("aiohttp", "matplotlib", "pyarrow")),
     "kv-events": ("publishing what is in the prefix cache", ("zmq",)),

@@ -11,10 +11,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from specrs.config import EngineConfig
-from specrs.engine.heap import end_loading
 from specrs.engine.intake import Intake, take_grammar
+from specrs.engine.load import load_engine
 from specrs.engine.output_builder import OutputBuilder
-from specrs.engine.tokenizer import load_tokenizer
 from specrs.errors import (
     EngineError,
     InvalidRequestError,
@@ -72,12 +71,7 @@ class LLM:
         wrong files.
         """
         config = EngineConfig.from_kwargs(model=model, **settings)
-        # first, because it is quick and may reject; weights may take minutes
-        tokenizer = load_tokenizer(config)
-        from specrs.engine.build import build_engine
-
-        self._take(build_engine(config), tokenizer)
-        end_loading(tokenizer)
+        self._take(*load_engine(config))
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> LLM:

@@ -5,15 +5,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from specrs.backends.cuda.context import sequences_of
+from specrs.backends.cuda.decoder import CudaDecoder
+from specrs.backends.cuda.drafters.head import HeadPasses
 from specrs.backends.cuda.graphs import tasks
 from specrs.backends.cuda.runner import CudaRunner, Work
 from specrs.backends.cuda.workspace import Workspace
 from specrs.backends.table import BACKENDS
+from specrs.backends.weights import Weights
+from specrs.config import EngineConfig
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.models.lora import LoRAAdapter
@@ -32,6 +39,7 @@ SMALL: dict[str, Any] = {
 }
 """Settings of engines whose requests are `PROMPTS`."""
 CUDA = BACKENDS["cuda"]
+GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 PROMPTS = [[5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22], [5, 9, 2, 33, 7, 7, 1, 12], [60]]
 
 
@@ -40,10 +48,113 @@ def serve_by_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("specrs.engine.plan.backend_of", lambda _device: CUDA)
 
 
+def engine_config(
+    path: Path, speculative: dict[str, Any] | None = None, *, rule: str = "rejection", **fields: Any
+) -> EngineConfig:
+    """Return the configuration of a small engine for the target at `path`, without a prefix cache. `speculative` is its
+    `speculative_config` without the rule, `K` drafts by default; None: no drafts."""
+    if speculative is not None:
+        speculative = {"num_speculative_tokens": K} | speculative | {"rejection_sample_method": rule}
+        if speculative["method"] == "ngram":
+            speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+        if any(host in speculative["method"] for host in ("ngram", "suffix")):
+            fields["max_steps_in_flight"] = 1
+    given = SMALL | {"enforce_eager": True, "enable_prefix_caching": False} | fields
+    return EngineConfig(model=str(path), dtype="float32", speculative_config=speculative, **given)  # type: ignore[arg-type]
+
+
+def make_engine(config: EngineConfig, weights: Weights, *, gpu: bool = True) -> Engine:
+    """Return an engine on the CUDA runner, with NaN or invalid values in memory that a step must not read. Without
+    `gpu`, it is on the CPU runner."""
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu:
+            serve_by_cuda(patch)
+            config = dataclasses.replace(config, enforce_eager=False)
+        made = build_engine(config, weights)
+    assert isinstance(made.runner, CudaRunner) == gpu
+    if isinstance(made.runner, CudaRunner):
+        poison(made.runner)
+    return made
+
+
+@torch.inference_mode()
+def poison(runner: CudaRunner, caches: bool = True) -> None:
+    """Fill whatever a step must not read before writing it with NaN or invalid values. Counters stay zero."""
+    ctx = runner.ctx
+    tensors = [tensor for name, tensor in ctx.buffers.tensors().items() if name not in {"uniform_start"}]
+    tensors.append(ctx.record.results)
+    models: list[Workspace] = [model.workspace for model in (ctx.target,) if isinstance(model, CudaDecoder)]
+    if ctx.hidden is not None:
+        head = cast("HeadPasses", ctx.drafter).model
+        models.append(head.workspace)
+        tensors += [getattr(head.buffers, field.name) for field in dataclasses.fields(cast("Any", head.buffers))]
+    for workspace in models:
+        tensors += written_tensors(workspace)
+    if caches:
+        own = [ctx.kv_cache, getattr(ctx.drafter, "kv_cache", None)]
+        tensors += [layer for cache in own if cache is not None for layer in cache.layers]
+        tensors += [] if ctx.states is None else ctx.states.memory
+    for tensor in tensors:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**30))
+
+
 def written_tensors(workspace: Workspace) -> list[Tensor]:
     """Return the tensors of a workspace that a step must not read before it writes them. Counters stay zero."""
     found = {field.name: getattr(workspace, field.name) for field in dataclasses.fields(workspace)}
     return [value for name, value in found.items() if isinstance(value, Tensor) and name != "counters"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSettings:
+    """Settings that change no text: `texts_in` compares texts under them with those of a CPU without drafts."""
+
+    sampled: bool
+    graphs: bool
+    """True if steps run as with CUDA graphs."""
+    budget: int
+    """Number of tokens of a step, which decides in how many chunks prompts are."""
+    blocks: int
+    """Number of KV blocks. With 8, requests are preempted."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """Greedy parameters, or those that draw from all tokens."""
+        return SAMPLED if self.sampled else GREEDY
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Arguments of `engine_config`. Sampled text is that without drafts only by the rule `coupled`."""
+        return {
+            "rule": "coupled" if self.sampled else "rejection",
+            "max_num_batched_tokens": self.budget,
+            "num_gpu_blocks_override": self.blocks,
+            "num_reserved_decode_tokens": 0,
+        }
+
+
+SETTINGS = st.builds(TextSettings, st.booleans(), st.booleans(), st.sampled_from([4, 12]), st.sampled_from([8, 20]))
+OWN_K = st.lists(st.sampled_from([0, 1, K]), min_size=3, max_size=3)
+"""Numbers of drafts that each of three requests asks for."""
+
+
+def texts_in(
+    settings: TextSettings,
+    engine: Engine,
+    num_tokens: int,
+    prompts: list[list[int]],
+    params: Sequence[SamplingParams] | None = None,
+) -> list[list[int]]:
+    """Return the texts of an engine that has the fields of `settings`. `params` are the requests' own; None: those of
+    `settings`."""
+    if settings.graphs:
+        give_graphs(engine)
+    return texts(generate(engine, list(params or [settings.params] * len(prompts)), num_tokens, prompts))
+
+
+def texts(requests: list[Request]) -> list[list[int]]:
+    """Return the token ids of requests that ended without an error."""
+    assert all(request.error is None for request in requests)
+    return [request.output_token_ids for request in requests]
 
 
 def generate(

@@ -19,30 +19,40 @@ from hf_reference import generate as continued
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.backends.cuda.assistant import CudaAssistant
-from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.drafters.assistant import LoadedAssistant
 from specrs.drafters.assistant.files import open_assistant
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
-from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.sampling import SamplingParams
 from sweep import sweep
 from torch import Tensor
 
-from backends.cuda_engines import CUDA, SMALL, generate, give_graphs, serve_by_cuda
+from backends.cuda_engines import (
+    CUDA,
+    GREEDY,
+    OWN_K,
+    SAMPLED,
+    SETTINGS,
+    K,
+    TextSettings,
+    engine_config,
+    generate,
+    make_engine,
+    texts,
+    texts_in,
+)
 
-from .test_cuda_drafters import poison, rounds_of
+from .test_cuda_drafters import rounds_of
 from .test_cuda_runner import assert_same_counts
 
-VOCAB, K, TOKENS = 61, 3, 8
+VOCAB, TOKENS = 61, 8
 SHARING, OWN = "gemma4", "gemma4, keys are values"
 """A target whose last layers read other layers' keys, and one whose layers all have keys."""
 KINDS = ["sliding_attention", "full_attention"]
-GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 _random = random.Random(3)
 PROMPTS = [[_random.randrange(1, VOCAB) for _ in range(length)] for length in (1, 9, 15)]
 
@@ -64,14 +74,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, variant: str, k: int, *, size: int | None = None, **fields: Any) -> EngineConfig:
     speculative = {"method": fields.pop("method", "mtp"), "num_speculative_tokens": k, "draft_vocab_size": size}
-    speculative |= {"rejection_sample_method": fields.pop("rule", "rejection")}
     speculative |= {"model": str(folder / f"{variant}, fitted"), "max_model_len": fields.pop("draft_len", None)}
-    if "suffix" in speculative["method"]:
-        fields["max_steps_in_flight"] = 1
-    given = {"enable_prefix_caching": False} | fields
-    return EngineConfig(
-        model=str(folder / variant), dtype="float32", speculative_config=speculative if k else None, **(SMALL | given)
-    )
+    return engine_config(folder / variant, speculative if k else None, **({"enforce_eager": False} | fields))
 
 
 @cache
@@ -89,21 +93,11 @@ def on_cpu(folder: Path, variant: str, drafts: bool) -> Weights:
 
 
 def engine_of(folder: Path, variant: str, k: int, *, size: int | None = None, **fields: Any) -> Engine:
-    """Return an engine on the CUDA runner, with NaN in memory that a step must not read."""
-    with pytest.MonkeyPatch.context() as patch:
-        serve_by_cuda(patch)
-        made = build_engine(config_of(folder, variant, k, size=size, **fields), weights(folder, variant, size))
-    runner = made.runner
-    assert isinstance(runner, CudaRunner)
-    assert runner.ctx.drafter is not None
-    assert isinstance(runner.ctx.drafter.model, CudaAssistant)  # type: ignore[attr-defined]
-    poison(runner)
+    """Return an engine on the CUDA runner."""
+    made = make_engine(config_of(folder, variant, k, size=size, **fields), weights(folder, variant, size))
+    drafter = made.runner.ctx.drafter  # type: ignore[attr-defined]
+    assert isinstance(drafter.model, CudaAssistant)
     return made
-
-
-def texts(requests: list[Request]) -> list[list[int]]:
-    assert all(request.error is None for request in requests)
-    return [request.output_token_ids for request in requests]
 
 
 @cache
@@ -167,41 +161,17 @@ def test_same_tokens_as_on_a_cpu(folder: Path) -> None:
 @given(
     st.sampled_from(["mtp", "suffix,mtp"]),
     st.integers(1, K),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([4, 12]),
-    st.sampled_from([8, 20]),
+    SETTINGS,
     st.sampled_from([None, 20]),
-    st.lists(st.sampled_from([0, 1, K]), min_size=3, max_size=3),
+    OWN_K,
 )
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path,
-    method: str,
-    k: int,
-    sampled: bool,
-    graphs: bool,
-    budget: int,
-    blocks: int,
-    size: int | None,
-    ks: list[int],
+    folder: Path, method: str, k: int, settings: TextSettings, size: int | None, ks: list[int]
 ) -> None:
     """Check texts for every K, preemption, batch, chunk size and vocabulary."""
-    params = SAMPLED if sampled else GREEDY
-    mine = engine_of(
-        folder,
-        SHARING,
-        k,
-        size=size,
-        method=method,
-        rule="coupled" if sampled else "rejection",
-        max_num_batched_tokens=budget,
-        num_gpu_blocks_override=blocks,
-        num_reserved_decode_tokens=0,
-    )
-    if graphs:
-        give_graphs(mine)
-    own = [params.replace(num_speculative_tokens=min(k, one)) for one in ks]
-    assert texts(generate(mine, own, TOKENS, PROMPTS)) == plain(folder, params)
+    mine = engine_of(folder, SHARING, k, size=size, method=method, **settings.fields)
+    own = [settings.params.replace(num_speculative_tokens=min(k, one)) for one in ks]
+    assert texts_in(settings, mine, TOKENS, PROMPTS, own) == plain(folder, settings.params)
 
 
 def test_a_preempted_request_and_a_short_context(folder: Path) -> None:

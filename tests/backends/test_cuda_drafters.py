@@ -6,20 +6,16 @@ As in `test_cuda_runner`, kernels are run by Triton's interpreter.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 from checkpoints import edit_json, make_checkpoint, make_eagle3, perturb_checkpoint
 from eagle3_reference import Head, Round, speculate
 from engine.heads import fit
 from engine.other_vocabulary import rename
 from hf_reference import Statistics, load
 from hf_reference import generate as continued
-from specrs.backends.cuda.decoder import CudaDecoder
-from specrs.backends.cuda.drafters.head import HeadPasses
 from specrs.backends.cuda.runner import CudaRunner
-from specrs.backends.cuda.workspace import Workspace
 from specrs.backends.ring import Header, RingSlot
 from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
@@ -28,7 +24,7 @@ from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
 from specrs.sampling import SamplingParams
 
-from backends.cuda_engines import SMALL, K, generate, serve_by_cuda, written_tensors
+from backends.cuda_engines import SMALL, K, generate, poison, serve_by_cuda
 
 from .test_cuda_runner import assert_same_counts
 
@@ -219,26 +215,3 @@ def rounds_of(engine: Engine, rounds: list[Round]) -> Any:
             rounds.append(Round(n, b.drafts[sequence, :k].tolist(), accepted))
 
     return watch
-
-
-@torch.inference_mode()
-def poison(runner: CudaRunner, caches: bool = True) -> None:
-    """Fill whatever a step must not read before writing it with NaN or invalid values. Counters stay zero."""
-    ctx = runner.ctx
-    tensors = [tensor for name, tensor in ctx.buffers.tensors().items() if name not in {"uniform_start"}]
-    tensors.append(ctx.record.results)
-    models: list[Workspace] = [model.workspace for model in (ctx.target,) if isinstance(model, CudaDecoder)]
-    if ctx.hidden is not None:
-        head = cast("HeadPasses", ctx.drafter).model
-        models.append(head.workspace)
-        tensors += [getattr(head.buffers, field.name) for field in _fields(head.buffers)]
-    for workspace in models:
-        tensors += written_tensors(workspace)
-    if caches:
-        tensors += [layer for cache in (ctx.kv_cache, ctx.drafter.kv_cache) for layer in cache.layers]  # type: ignore[union-attr]
-    for tensor in tensors:
-        tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**30))
-
-
-def _fields(of: Any) -> tuple[Any, ...]:
-    return dataclasses.fields(of)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_gemma4, perturb_checkpoint
-from engine.harness import poison
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.cuda.tolerance import assert_near
@@ -18,25 +17,30 @@ from models.cuda_models import LENGTH, Poisoned, compare, load, on_device, outpu
 from models.harness import Feeder
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.loader import QuantizedLoader
-from specrs.backends.cuda.runner import CudaRunner
 from specrs.config import EngineConfig
-from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
 from specrs.models.quantization.at_load import IntegersAtLoad
 from specrs.models.torch_loader import load_model
-from specrs.sampling import SamplingParams
-from specrs.speculative_config import SpeculativeConfig
 from sweep import sweep
 from torch import Tensor
 
-from backends.cuda_engines import SMALL, generate, give_graphs, serve_by_cuda
+from backends.cuda_engines import (
+    GREEDY,
+    SAMPLED,
+    SETTINGS,
+    TextSettings,
+    engine_config,
+    generate,
+    make_engine,
+    texts,
+    texts_in,
+)
 
 EXPERTS = "gemma4, experts and embeddings"
-VOCAB, K = 61, 3
-GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+VOCAB = 61
 _random = random.Random(3)
 # Repeated parts, whose continuations n-grams guess; longer than the window of 8.
 PROMPTS = [[_random.randrange(1, VOCAB) for _ in range(length)] * 3 for length in (1, 3, 5)]
@@ -111,19 +115,10 @@ def paths(folder: Path) -> dict[str, Path]:
 
 
 def config_of(folder: Path, target: str, drafter: str | None, **fields: Any) -> EngineConfig:
-    speculative: dict[str, Any] = {"method": drafter, "num_speculative_tokens": K}
-    if drafter == "ngram":
-        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
-        fields["max_steps_in_flight"] = 1
-    elif drafter is not None:
-        speculative |= {"method": "draft_model", "model": str(paths(folder)[drafter])}
-    rule = fields.pop("rule", "rejection")
-    return EngineConfig(
-        model=str(paths(folder)[target]),
-        dtype="float32",
-        speculative_config=None if drafter is None else SpeculativeConfig(**speculative, rejection_sample_method=rule),
-        **(SMALL | {"enforce_eager": True} | fields),
-    )
+    speculative: dict[str, Any] | None = None if drafter is None else {"method": drafter}
+    if drafter in ("twin", "qwen3"):
+        speculative = {"method": "draft_model", "model": str(paths(folder)[drafter])}
+    return engine_config(paths(folder)[target], speculative, **({"enable_prefix_caching": True} | fields))
 
 
 @cache
@@ -131,62 +126,35 @@ def weights(folder: Path, target: str, drafter: str | None) -> Any:
     return load_weights(config_of(folder, target, drafter))
 
 
-def engine(folder: Path, target: str, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
-    with pytest.MonkeyPatch.context() as patch:
-        if gpu:
-            serve_by_cuda(patch)
-            fields["enforce_eager"] = False
-        made = build_engine(config_of(folder, target, drafter, **fields), weights(folder, target, drafter))
-    assert isinstance(made.runner, CudaRunner) == gpu
-    if gpu:
-        poison(made)
-    return made
-
-
-def texts(own: Engine, params: SamplingParams) -> list[list[int]]:
-    requests = generate(own, [params] * len(PROMPTS), 5, PROMPTS)
-    assert all(request.error is None for request in requests)
-    return [request.output_token_ids for request in requests]
+def engine(folder: Path, target: str, drafter: str | None, *, gpu: bool = True, **fields: Any) -> Engine:
+    return make_engine(config_of(folder, target, drafter, **fields), weights(folder, target, drafter), gpu=gpu)
 
 
 @cache
 def plain(folder: Path, target: str, sampled: bool) -> list[list[int]]:
     """Return the texts of the CPU runner without drafts."""
-    return texts(engine(folder, target, None, gpu=False), SAMPLED if sampled else GREEDY)
+    own = [SAMPLED if sampled else GREEDY] * len(PROMPTS)
+    return texts(generate(engine(folder, target, None, gpu=False), own, 5, PROMPTS))
 
 
 @sweep(5)
 @given(
     st.sampled_from(["target", "experts"]),
     st.sampled_from([None, "ngram", "twin", "qwen3"]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([4, 12]),
-    st.sampled_from([8, 20]),
+    SETTINGS,
 )
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path, target: str, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int
+    folder: Path, target: str, drafter: str | None, settings: TextSettings
 ) -> None:
     """Check texts against a CPU without drafts, for every drafter, preemption, batch and chunk size; prompts run in
     verification passes or in passes of their own."""
-    mine = engine(
-        folder,
-        target,
-        drafter,
-        gpu=True,
-        rule="coupled" if sampled else "rejection",
-        max_num_batched_tokens=budget,
-        num_gpu_blocks_override=blocks,
-        num_reserved_decode_tokens=0,
-    )
-    if graphs:
-        give_graphs(mine)
-    assert texts(mine, SAMPLED if sampled else GREEDY) == plain(folder, target, sampled)
+    mine = engine(folder, target, drafter, **settings.fields)
+    assert texts_in(settings, mine, 5, PROMPTS) == plain(folder, target, settings.sampled)
 
 
 def test_drafts_are_accepted(folder: Path) -> None:
-    mine = engine(folder, "target", "twin", gpu=True)
-    assert texts(mine, GREEDY) == plain(folder, "target", sampled=False)
+    mine = engine(folder, "target", "twin")
+    assert texts(generate(mine, [GREEDY] * len(PROMPTS), 5, PROMPTS)) == plain(folder, "target", sampled=False)
     stats = mine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engine.harness import poison
 from hypothesis import given
 from hypothesis import strategies as st
 from models.cuda_models import LENGTH, compare, load, on_device, span
@@ -23,7 +22,6 @@ from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
-from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
@@ -31,13 +29,24 @@ from specrs.errors import UnsupportedModelError
 from specrs.models.loader import load_config
 from specrs.models.short_conv import CONV, FULL
 from specrs.sampling import SamplingParams
-from specrs.speculative_config import SpeculativeConfig
 from sweep import sweep
 from torch import Tensor
 
-from backends.cuda_engines import SMALL, generate, give_graphs, serve_by_cuda
+from backends.cuda_engines import (
+    GREEDY,
+    OWN_K,
+    SETTINGS,
+    K,
+    TextSettings,
+    engine_config,
+    generate,
+    give_graphs,
+    make_engine,
+    texts,
+    texts_in,
+)
 
-VOCAB, K = 61, 3
+VOCAB = 61
 SHAPE: dict[str, Any] = {"hidden": 32, "intermediate": 32, "kv_heads": 1, "head_dim": 16, "vocab": VOCAB}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -45,7 +54,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Families whose layers have states, with the fields of their small models."""
 each_family = pytest.mark.parametrize("family", FAMILIES)
-GREEDY = SamplingParams(temperature=0.0)
 _random = random.Random(3)
 # Repeated parts, whose continuations n-grams guess.
 PROMPTS = [[_random.randrange(VOCAB) for _ in range(length)] * 3 for length in (1, 3, 5)]
@@ -116,42 +124,14 @@ def weights(folder: Path, family: str, drafter: str | None) -> Any:
 
 def config_of(folder: Path, family: str, drafter: str | None, **fields: Any) -> EngineConfig:
     target, draft = paths(folder, family)
-    speculative: dict[str, Any] = {"method": drafter, "num_speculative_tokens": K}
-    if drafter == "ngram":
-        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
-        fields["max_steps_in_flight"] = 1
-    elif drafter == "draft_model":
-        speculative["model"] = str(draft)
-    rule = fields.pop("rule", "rejection")
-    return EngineConfig(
-        model=str(target),
-        dtype="float32",
-        speculative_config=None if drafter is None else SpeculativeConfig(**speculative, rejection_sample_method=rule),
-        **(SMALL | {"enforce_eager": True, "enable_prefix_caching": False} | fields),
-    )
+    speculative: dict[str, Any] | None = None if drafter is None else {"method": drafter}
+    if drafter == "draft_model":
+        speculative = {"method": drafter, "model": str(draft)}
+    return engine_config(target, speculative, **fields)
 
 
 def engine(folder: Path, family: str, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
-    with pytest.MonkeyPatch.context() as patch:
-        if gpu:
-            serve_by_cuda(patch)
-            fields["enforce_eager"] = False
-        made = build_engine(config_of(folder, family, drafter, **fields), weights(folder, family, drafter))
-    runner = made.runner
-    assert isinstance(runner, CudaRunner) == gpu
-    if isinstance(runner, CudaRunner):
-        poison(made)
-        target = runner.ctx.target
-        assert isinstance(target, CudaDecoder)
-        assert target.states is not None
-        for memory in target.states.memory:
-            memory.fill_(torch.nan)
-    return made
-
-
-def texts(requests: list[Request]) -> list[list[int]]:
-    assert all(request.error is None for request in requests)
-    return [request.output_token_ids for request in requests]
+    return make_engine(config_of(folder, family, drafter, **fields), weights(folder, family, drafter), gpu=gpu)
 
 
 @cache
@@ -165,43 +145,25 @@ def predicting(params: SamplingParams, own: list[int]) -> SamplingParams:
     return params.replace(prediction=(*own[:3], (own[3] + 1) % VOCAB, *own[4:]))
 
 
-SAMPLED = SamplingParams(temperature=1.0)
-
-
 @each_family
 @sweep(6)
 @given(
     st.sampled_from([None, "ngram", "draft_model"]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([4, 12]),
-    st.sampled_from([8, 20]),
-    st.lists(st.sampled_from([0, 1, K]), min_size=3, max_size=3),
+    SETTINGS,
+    OWN_K,
 )
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path, family: str, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int, ks: list[int]
+    folder: Path, family: str, drafter: str | None, settings: TextSettings, ks: list[int]
 ) -> None:
     """Check texts against a CPU without drafts, for every drafter, preemption, batch and chunk size; prompts run in
     verification passes or in passes of their own."""
-    params = SAMPLED if sampled else GREEDY
-    mine = engine(
-        folder,
-        family,
-        drafter,
-        gpu=True,
-        rule="coupled" if sampled else "rejection",
-        max_num_batched_tokens=budget,
-        num_gpu_blocks_override=blocks,
-        num_reserved_decode_tokens=0,
-    )
-    if graphs:
-        give_graphs(mine)
-    own, expected = [params] * 3, plain(folder, family, (params,) * 3, 7)
+    mine = engine(folder, family, drafter, gpu=True, **settings.fields)
+    own, expected = [settings.params] * 3, plain(folder, family, (settings.params,) * 3, 7)
     if drafter is not None:
-        own = [params.replace(num_speculative_tokens=k) for k in ks]
+        own = [settings.params.replace(num_speculative_tokens=k) for k in ks]
     if drafter == "ngram":
         own = [predicting(one, of) for one, of in zip(own, expected, strict=True)]
-    assert texts(generate(mine, own, 7, PROMPTS)) == expected
+    assert texts_in(settings, mine, 7, PROMPTS, own) == expected
 
 
 @each_family

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from assistant_reference import make_assistant
-from checkpoints import make_checkpoint, make_gemma4
+from checkpoints import make_checkpoint, make_eagle3, make_gemma4
 from gguf_files import write_gguf
 from mtp_reference import add_head
 from quantized_files import fp8_block, gptq
-from specrs.backends.cuda.fit import _quantized_bits
 from specrs.backends.model_source import ModelSource
 from specrs.backends.table import BACKENDS
 from specrs.config import EngineConfig
@@ -24,7 +23,6 @@ from specrs.kernels.coding import Coding
 from specrs.kernels.kv_scales import KVScales
 from specrs.kernels.linear import DenseWeight
 from specrs.kernels.quantized_weight import QuantizedWeight
-from specrs.models.loader import load_config
 from specrs.models.torch_arrays import to_torch
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
@@ -142,15 +140,6 @@ def test_projections_of_several_types(kind: str, wide: Path, tmp_path: Path) -> 
     assert torch.equal(layer.qkv.dequantized().float(), expected.float())
 
 
-def test_the_bits_of_gguf_files(wide: Path, tmp_path: Path) -> None:
-    """Check that the bits per weight that are compared with a GPU's free memory are those that the loader keeps."""
-    for kind, coding in CODED.items():
-        path = write_gguf(wide, tmp_path / f"{kind}.gguf", kind)
-        model = load_config(path)
-        bits = set(_quantized_bits(str(path), None, model, None, "auto").values())
-        assert bits == (set() if coding is None else {coding.bits}), kind
-
-
 @pytest.mark.parametrize(("counts", "ids"), [(False, [0, 1, 2]), (True, [1, 5, 60])])
 def test_mtp_heads(counts: bool, ids: list[int], tmp_path: Path) -> None:
     """Check that a head has the target's embedding, and its first ids a view of the target's LM head."""
@@ -214,6 +203,20 @@ def test_models_that_no_kernel_serves(
         speculative = SpeculativeConfig(model=draft, num_speculative_tokens=2)
         config = EngineConfig(model=target, device="cuda", speculative_config=speculative)
         with pytest.raises(UnsupportedModelError, match=message):
+            BACKENDS["cuda"].check_config(config, "cuda:0", None)
+
+
+def test_a_head_that_no_kernel_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that an EAGLE-3 head is rejected before weights are loaded and before sizes are compared with memory."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (0, 0))
+    target = make_checkpoint(tmp_path / "target", head_dim=64, with_tokenizer=False)
+    for layout in ("llama", "speculators"):
+        head = make_eagle3(tmp_path / layout, target, layout, head_dim=24)
+        speculative = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=2)
+        config = EngineConfig(model=str(target), device="cuda", speculative_config=speculative)
+        with pytest.raises(
+            UnsupportedModelError, match=r"head_dim=24: the GPU kernels serve .*; allowed: device='cpu'"
+        ):
             BACKENDS["cuda"].check_config(config, "cuda:0", None)
 
 

@@ -20,25 +20,35 @@ from mtp_reference import Script, add_head, fit
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.mtp import CudaMtpHead
 from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
-from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
-from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.sampling import SamplingParams
 from sweep import sweep
 
-from backends.cuda_engines import SMALL, generate, give_graphs, serve_by_cuda
+from backends.cuda_engines import (
+    GREEDY,
+    OWN_K,
+    SAMPLED,
+    SETTINGS,
+    K,
+    TextSettings,
+    engine_config,
+    generate,
+    give_graphs,
+    make_engine,
+    texts,
+    texts_in,
+)
 
-from .test_cuda_drafters import poison, rounds_of
+from .test_cuda_drafters import rounds_of
 from .test_cuda_runner import assert_same_counts
 
-VOCAB, K = 61, 3
+VOCAB = 61
 SHAPE: dict[str, Any] = {"hidden": 32, "intermediate": 32, "kv_heads": 1, "head_dim": 16, "vocab": VOCAB, "layers": 2}
 NET: dict[str, Any] = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 KINDS = ["linear_attention", "full_attention"]
-GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=1.0)
 _random = random.Random(3)
 PROMPTS = [[_random.randrange(VOCAB) for _ in range(length)] for length in (3, 9, 15)]
 LONG = [PROMPTS[2], [*PROMPTS[2][:12], 4, 4, 9], PROMPTS[2][:9] + PROMPTS[1]]
@@ -58,32 +68,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(path: Path, k: int, *, size: int | None = None, method: str = "mtp", **fields: Any) -> EngineConfig:
-    speculative = {
-        "method": method,
-        "num_speculative_tokens": k,
-        "draft_vocab_size": size,
-        "rejection_sample_method": fields.pop("rule", "rejection"),
-    }
-    if method != "mtp":
-        fields["max_steps_in_flight"] = 1
-    given = {"enforce_eager": True, "enable_prefix_caching": False} | fields
-    speculative_config = speculative if k else None
-    return EngineConfig(model=str(path), dtype="float32", speculative_config=speculative_config, **(SMALL | given))
+    speculative = {"method": method, "num_speculative_tokens": k, "draft_vocab_size": size}
+    return engine_config(path, speculative if k else None, **fields)
 
 
 @cache
-def weights(path: Path, size: int | None = None, *, drafts: bool = True) -> Any:
+def weights(path: Path, size: int | None = None, *, drafts: bool = True) -> Weights:
     return load_weights(config_of(path, K if drafts else 0, size=size))
 
 
 def engine_of(path: Path, k: int, *, gpu: bool = True, size: int | None = None, **fields: Any) -> Engine:
-    with pytest.MonkeyPatch.context() as patch:
-        if gpu:
-            serve_by_cuda(patch)
-            fields["enforce_eager"] = False
-        made = build_engine(config_of(path, k, size=size, **fields), weights(path, size, drafts=k > 0))
+    made = make_engine(config_of(path, k, size=size, **fields), weights(path, size, drafts=k > 0), gpu=gpu)
     runner = made.runner
-    assert isinstance(runner, CudaRunner) == gpu
     if isinstance(runner, CudaRunner):
         target, drafter = runner.ctx.target, runner.ctx.drafter
         assert isinstance(target, CudaDecoder)
@@ -91,15 +87,7 @@ def engine_of(path: Path, k: int, *, gpu: bool = True, size: int | None = None, 
         assert target.workspace.entries.numel() == 0
         assert drafter is not None
         assert isinstance(drafter.model, CudaMtpHead)  # type: ignore[attr-defined]
-        poison(runner)
-        for memory in target.states.memory:
-            memory.fill_(torch.nan)
     return made
-
-
-def texts(requests: list[Request]) -> list[list[int]]:
-    assert all(request.error is None for request in requests)
-    return [request.output_token_ids for request in requests]
 
 
 @cache
@@ -168,41 +156,17 @@ def test_same_tokens_as_on_a_cpu(folder: Path) -> None:
     st.sampled_from(["random", "fitted"]),
     st.sampled_from(["mtp", "suffix,mtp"]),
     st.integers(1, K),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([4, 12]),
-    st.sampled_from([8, 20]),
+    SETTINGS,
     st.sampled_from([None, 20]),
-    st.lists(st.sampled_from([0, 1, K]), min_size=3, max_size=3),
+    OWN_K,
 )
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path,
-    head: str,
-    method: str,
-    k: int,
-    sampled: bool,
-    graphs: bool,
-    budget: int,
-    blocks: int,
-    size: int | None,
-    ks: list[int],
+    folder: Path, head: str, method: str, k: int, settings: TextSettings, size: int | None, ks: list[int]
 ) -> None:
     """Check texts against a CPU without drafts, for every K, preemption, batch, chunk size and vocabulary."""
-    params = SAMPLED if sampled else GREEDY
-    mine = engine_of(
-        folder / head,
-        k,
-        size=size,
-        method=method,
-        rule="coupled" if sampled else "rejection",
-        max_num_batched_tokens=budget,
-        num_gpu_blocks_override=blocks,
-        num_reserved_decode_tokens=0,
-    )
-    if graphs:
-        give_graphs(mine)
-    own = [params.replace(num_speculative_tokens=min(k, one)) for one in ks]
-    assert texts(generate(mine, own, 7, PROMPTS)) == plain(folder, params, 7)
+    mine = engine_of(folder / head, k, size=size, method=method, **settings.fields)
+    own = [settings.params.replace(num_speculative_tokens=min(k, one)) for one in ks]
+    assert texts_in(settings, mine, 7, PROMPTS, own) == plain(folder, settings.params, 7)
 
 
 def test_a_preempted_request_begins_anew(folder: Path) -> None:

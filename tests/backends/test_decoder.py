@@ -77,7 +77,7 @@ def test_which_passes_are_fused(folder: Path) -> None:
             made = stream_of(ws.hidden[:rows], torch.zeros(rows, dtype=torch.int64), ws, cpu.config)
             assert isinstance(made, FusedStream) == (rows <= 64 or is_draft)
     for name in ("gemma3", "mixtral"):
-        assert not on_device(load(folder, name, torch.float32), is_draft=True).workspace.fuses_draft
+        assert not on_device(load(folder, name, torch.float32), is_draft=True).workspace.fuses_more
 
 
 def test_which_drafts_fuse_more_rows(folder: Path) -> None:

@@ -3,11 +3,9 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import specrs.backends.cuda.device as device_module
@@ -15,12 +13,10 @@ import specrs.engine.build as build
 import torch
 from checkpoints import make_checkpoint
 from mtp_reference import add_head
-from quantized_files import compressed
 from safetensors.torch import load_file
 from specrs.backends.cpu.backend import CpuBackend
 from specrs.backends.cuda.adapters import slots_bytes
 from specrs.backends.cuda.backend import CudaBackend
-from specrs.backends.cuda.fit import check_weights_fit
 from specrs.backends.table import resolve_device
 from specrs.config import EngineConfig
 from specrs.engine.weights import load_weights
@@ -29,6 +25,7 @@ from specrs.models.loader import load_config
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from specrs.speculative_config import SpeculativeConfig
+from weight_memory import assert_needed, memory_of
 
 
 def pretend(
@@ -196,72 +193,26 @@ def test_a_draft_in_fp8_needs_tensor_cores_for_it(
 def test_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, tie=False, vocab=97)
     draft = make_checkpoint(tmp_path / "draft", "qwen3", seed=1, tie=True, vocab=97)
-    parameters = {path: load_model(path).config.num_parameters for path in (target, draft)}
-    needed = 2 * (sum(parameters.values()) + 97 * 96)  # bf16; the target's input embedding is a tensor of its own
+    needed = sum(memory_of(load_model(path, dtype="float32").weights) for path in (target, draft))
     speculative = SpeculativeConfig(model=str(draft), num_speculative_tokens=2)
-    config = EngineConfig(model=str(target), speculative_config=speculative, dtype="bfloat16")
-    for free in (needed, needed - 1):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2 * free))
-        if free == needed:
-            check_weights_fit(config, "cuda:0")
-            continue
-        with pytest.raises(
-            InvalidConfigError, match=r"^model=.*GiB for model and .*GiB of the GPU are free.*too little"
-        ):
-            check_weights_fit(config, "cuda:0")
-
-
-def test_all_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that memory counts all experts, not only those that a pass reads."""
-    target = make_checkpoint(tmp_path / "target", "mixtral", seed=1, vocab=97, layers=1)
-    needed = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
-    config = EngineConfig(model=str(target), dtype="float32")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed, needed))
-    check_weights_fit(config, "cuda:0")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
-    with pytest.raises(InvalidConfigError, match="too little"):
-        check_weights_fit(config, "cuda:0")
+    config = EngineConfig(model=str(target), speculative_config=speculative, dtype="float32")
+    assert_needed(config, needed, monkeypatch, match="GiB for model and .*GiB of the GPU are free.*")
 
 
 def test_an_mtp_head_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = add_head(make_checkpoint(tmp_path / "target", "qwen3_5_text", seed=1, vocab=97))
-    needed = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
+    head = {name: t for name, t in load_file(target / "model.safetensors").items() if name.startswith("mtp.")}
+    needed = memory_of(load_model(target, dtype="float32").weights) + sum(t.nbytes for t in head.values())
     speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=2)
     config = EngineConfig(model=str(target), dtype="float32", speculative_config=speculative)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed, needed))
-    check_weights_fit(config, "cuda:0")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
-    with pytest.raises(InvalidConfigError, match=r"GiB for model and .* GiB for its MTP head.*too little"):
-        check_weights_fit(config, "cuda:0")
+    assert_needed(config, needed, monkeypatch, match="GiB for model and .* GiB for its MTP head.*")
 
 
 def test_slots_of_adapters_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, vocab=97, layers=2)
-    needed = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
-    needed += slots_bytes(load_config(target), 3, 20, 4)
+    needed = memory_of(load_model(target, dtype="float32").weights) + slots_bytes(load_config(target), 3, 20, 4)
     config = EngineConfig(model=str(target), dtype="float32", enable_lora=True, max_loras=3, max_lora_rank=20)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed, needed))
-    check_weights_fit(config, "cuda:0")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
-    with pytest.raises(InvalidConfigError, match=r"GiB for model and .* GiB for max_loras=3 adapters.*too little"):
-        check_weights_fit(config, "cuda:0")
-
-
-def test_experts_of_codes_are_counted_as_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the memory that is counted for experts in FP8: one byte per weight, and 16 bits per number of embedding,
-    norms and router."""
-    sizes: dict[str, Any] = {"hidden": 64, "head_dim": 32, "layers": 1, "vocab": 83, "moe_intermediate_size": 64}
-    source = make_checkpoint(tmp_path / "source", "qwen3_moe", dtype=torch.bfloat16, **sizes)
-    path = compressed(
-        source, tmp_path / "fp8", "float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel"
-    )
-    whole = load_file(source / "model.safetensors")
-    needed = sum(t.numel() * (1 if name.endswith("_proj.weight") else 2) for name, t in whole.items())
-    config = EngineConfig(model=str(path), dtype="bfloat16")
-    for free in (needed, needed - 1):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2 * free))
-        with pytest.raises(InvalidConfigError, match="too little") if free < needed else nullcontext():
-            check_weights_fit(config, "cuda:0")
+    assert_needed(config, needed, monkeypatch, match="GiB for model and .* GiB for max_loras=3 adapters.*")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

@@ -4,6 +4,7 @@ failure is raised, and no slot has it."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,19 @@ def test_a_late_fault_is_known_before_the_step_is_read(engine: Engine, monkeypat
     assert not any(any(event.faulty) for event in events), "these faults come after the event"
     assert not any(any(event.readable) for event in events)
     assert engine.stats().draft_errors == {"eagle3": len(failures)}
+
+
+def test_a_late_fault_ends_a_step_of_several_ranks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a fault is raised if there are several ranks, which have enqueued their part of the pass. No slot has
+    it, where a thread that waits for the event could miss it."""
+    runner: Any = engine.runner
+    failures = fail_late(engine, monkeypatch)
+    monkeypatch.setattr(runner.sampling, "ranks", SimpleNamespace(wait_for=lambda _done: None))
+    with pytest.raises(RuntimeError, match=r"^late$"):
+        generate(engine, [GREEDY] * 3, 3)
+    assert failures == [True]
+    slots: list[Any] = engine.ring._slots
+    assert not any(slot.draft_fault for slot in slots)
 
 
 def test_a_step_that_is_read_too_early_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

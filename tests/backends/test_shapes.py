@@ -1,9 +1,13 @@
 """The graph that a step takes: large enough, captured, and not mostly padding."""
 
+import contextlib
 import gc
 import itertools
+from collections.abc import Iterator
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.backends.cuda import graphs
@@ -142,10 +146,27 @@ def test_beyond_the_captured_sizes_there_is_no_graph(logits_mode: LogitsMode) ->
     assert buckets.chained([3, 3, 3], logits_mode) is None
 
 
-def test_nothing_is_collected_while_a_graph_is_captured() -> None:
+def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the garbage collector does not run during a capture: a finaliser that frees device memory would make
-    the capture invalid."""
+    the capture invalid. It runs in eager runs before."""
+    for name in ("graph_pool_handle", "Stream", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    capturing = False
+
+    @contextlib.contextmanager
+    def capture(*_: object, **__: object) -> Iterator[None]:
+        nonlocal capturing
+        assert not gc.isenabled(), "a capture begins"
+        capturing = True
+        yield
+        capturing = False
+        assert not gc.isenabled(), "a capture ends"
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
+    runs: list[tuple[bool, bool]] = []
     assert gc.isenabled()
-    with graphs._without_collection():
-        assert not gc.isenabled()
+    made = graphs.Graphs(torch.device("cpu"))
+    made.capture("a", lambda: runs.append((capturing, gc.isenabled())))
+    assert runs == [(False, True)] * graphs.WARM_UPS + [(True, False)]
     assert gc.isenabled()

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from specrs.backends.cuda.providers import DEFAULT, OWN, Choice, load_providers
 from specrs.cli import main
+from specrs.cli.tune import tune_many
 from specrs.kernels.cuda.compile_ahead import compile_ahead
-from specrs.kernels.cuda.configs import LinearConfig, LinearShape
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape, load_table
 from specrs.kernels.cuda.device import DeviceLimits
-from specrs.kernels.cuda.tuning import Trial, trials, tune
+from specrs.kernels.cuda.tuning import Trial, trials, tune, write_table
 from triton.backends.compiler import GPUTarget
 
 H200 = DeviceLimits("NVIDIA H200", 90, 132, 227 * 1024)
@@ -98,3 +100,29 @@ def test_a_trial_is_what_the_product_of_its_rows_takes() -> None:
     few, many = (Trial.of(SMALL, config, rows, H200).config for rows in (6, 64))
     assert many.num_stages < few.num_stages
     assert many.num_warps == 8
+
+
+def test_products_of_many_rows_are_written_with_who_is_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check the table and the report of products of many rows, with made-up times. The table keeps what it had."""
+
+    class Timer:
+        def __init__(self, *_: object) -> None: ...
+
+        def __call__(self, shape: LinearShape, rows: int) -> dict[Choice, float]:
+            return {DEFAULT: 2e-6} | ({Choice(OWN): 1e-6} if rows == 96 else {})
+
+    monkeypatch.setattr("specrs.backends.cuda.many_rows.ManyRowsTimer", Timer)
+    monkeypatch.setattr("specrs.backends.cuda.many_rows.BUCKETS", (96, 384))
+    monkeypatch.setattr("specrs.extras.find_spec", lambda _: None)
+    path = tmp_path / "configs.json"
+    write_table(path, "other", {SMALL: LinearConfig(64, 128, 132, 4, 4)})
+    tune_many({SMALL.key: SMALL, LARGE.key: LARGE}, path)
+    (gpu,) = load_providers(path)
+    choices = {96: Choice(OWN), 384: DEFAULT}
+    assert load_providers(path)[gpu] == {"n4096-k2048-bfloat16": choices, "n10240-k5120-bfloat16": choices}
+    assert list(load_table(path)) == ["other"]
+    said = capsys.readouterr().out
+    assert said.startswith("cuBLASLt is not timed; pip install 'specrs[cublaslt]'")
+    assert "n4096-k2048-bfloat16                96 rows: cublas 2.0 us, own 1.0 us: own" in said

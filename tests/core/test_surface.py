@@ -189,7 +189,8 @@ def test_errors_form_one_tree(name: str) -> None:
     error = getattr(_core, name)
     assert issubclass(error, core.SpecrsError)
     assert error.__module__ == "specrs._core"
-    assert error.__doc__
+    (declared,) = (node for node in ast.parse(STUB.read_text()).body if getattr(node, "name", "") == name)
+    assert error.__doc__ == ast.get_docstring(declared)
     assert issubclass(error, ValueError) == (name in {"InvalidConfigError", "InvalidRequestError"})
 
 

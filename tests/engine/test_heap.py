@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 from process_memory import status
-from specrs.engine.heap import end_loading, trim_heap
+from specrs.engine.heap import trim_heap
+from specrs.engine.load import make_decoder
 from specrs.errors import CheckpointError
 from specrs.tokenizer import Tokenizer
 
@@ -44,6 +45,5 @@ def test_the_decoder_is_made_by_the_end_of_loading() -> None:
             return object()
 
     for tokenizer in (Counted(), Counted(CheckpointError("no decoder"))):
-        end_loading(cast(Tokenizer, tokenizer))
+        make_decoder(cast(Tokenizer, tokenizer))
         assert tokenizer.made == 1
-    end_loading(None)

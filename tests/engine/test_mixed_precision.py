@@ -6,8 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,16 +18,11 @@ from models.native_passes import numbers_of
 from quantized_files import compressed, fp8_block, gptq
 from specrs.arrays import BFLOAT16, FLOAT32
 from specrs.backends.cpu.weights import load_native
-from specrs.backends.cuda.fit import check_weights_fit
-from specrs.backends.cuda.loader import QuantizedLoader
 from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.weights import load_weights
-from specrs.errors import InvalidConfigError, UnsupportedConfigError, UnsupportedModelError
-from specrs.kernels.quantized_weight import QuantizedWeight
-from specrs.models.loader import open_checkpoint
-from specrs.models.quantization.base import QuantizedTensors
+from specrs.errors import UnsupportedConfigError, UnsupportedModelError
 
 from engine.harness import config, make_prompts, request, run
 
@@ -156,28 +149,6 @@ def test_fp8_at_load(checkpoints: dict[str, dict[str, Path]]) -> None:
             assert off.double().mean() < 1e-3, "ties may go the other way"
             assert ((found - weight).abs() <= weight.abs() / 16 + scale * 2**-9).all()
     assert np.array_equal(plain.weights.embedding, rounded.weights.embedding)
-
-
-@pytest.mark.parametrize("of", ["fp8", "int8", "int4", "gguf"])
-def test_what_a_gpu_needs_room_for(
-    of: str, checkpoints: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check the memory that a GPU needs: quantized weights count with the bits that are loaded."""
-    path = checkpoints["target"][of]
-    model, checkpoint = open_checkpoint(path, None, "auto")
-    assert isinstance(checkpoint, QuantizedTensors)
-    made = QuantizedLoader(model, checkpoint, torch.bfloat16, torch.device("cpu")).load()
-    projections = [getattr(layer, name) for layer in made.layers for name in ("qkv", "o", "gate_up", "down")]
-    quantized = [weight for weight in projections if isinstance(weight, QuantizedWeight)]
-    assert len(quantized) >= len(projections) - 1
-    saved = sum(2 * math.prod(weight.shape) - weight.codes.nbytes for weight in quantized)
-    untied = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    needed = 2 * (model.num_parameters + untied) - saved
-    engine = EngineConfig(model=str(path), dtype="bfloat16", device="cuda")
-    for free in (needed, needed - 1):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2 * free))
-        with nullcontext() if free == needed else pytest.raises(InvalidConfigError, match="GiB too little"):
-            check_weights_fit(engine, "cuda:0")
 
 
 def test_an_unknown_method(tmp_path: Path) -> None:

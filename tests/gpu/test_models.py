@@ -8,17 +8,24 @@ import pytest
 import torch
 from checkpoints import FAMILIES, edit_json, make_checkpoint, make_eagle3, perturb_checkpoint
 from engine.other_vocabulary import rename
+from gguf_files import write_gguf
+from quantized_files import mxfp4
+from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
+from specrs.engine.request import Request
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda import fp8_rows, scaled_linear
 from specrs.kernels.cuda.device import limits_of
 from specrs.kernels.quantized_weight import QuantizedWeight
+from specrs.pair import DRAFT, TARGET
+from specrs.pair.prompts import PROMPTS
 from specrs.speculative_config import SpeculativeConfig
+from specrs.tokenizer import Tokenizer
 
-from .texts import GREEDY, VOCAB, K, generate, share_of_equal
+from .texts import GREEDY, VOCAB, K, exhaust, generate, share_of_equal
 
 SHAPE: dict[str, Any] = {
     "vocab": VOCAB,
@@ -96,6 +103,85 @@ def test_quantized_weights(quantization: str, dtype: str, tmp_path: Path) -> Non
     assert share_of_equal(texts, plain) > 0.6
     assert engine.stats().accepted_tokens > 0
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+def test_a_kv_cache_in_fp8(kv_cache_dtype: str, tmp_path: Path) -> None:
+    """Check engines whose target and draft keep K and V in FP8, one of them with KV groups. A K or V that is nearly
+    between two codes may be rounded otherwise on a CPU."""
+    for family, fields in (("qwen3", {}), ("gemma3_text", {"sliding_window": 40})):
+        target = make_checkpoint(tmp_path / family, family, seed=1, **(SHAPE | fields))
+        draft = perturb_checkpoint(target, tmp_path / f"{family}-draft", noise=0.1, seed=2)
+        assert_texts(target, {"model": str(draft)}, near=0.8, kv_cache_dtype=kv_cache_dtype)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4", "q4_k"])
+def test_quantized_experts(quantization: str, tmp_path: Path) -> None:
+    """Check experts that are quantized at load and stay codes in the grouped products."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    target = make_checkpoint(tmp_path / "target", "qwen3_moe", seed=1, **(SHAPE | experts))
+    draft = perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2)
+    engine = build(target, {"model": str(draft)}, quantization=quantization)
+    assert isinstance(engine.runner, CudaRunner)
+    assert isinstance(engine.runner.ctx.target, CudaDecoder)
+    experts_of = [layer.experts for layer in engine.runner.ctx.target.weights.layers]
+    assert all(of is not None and isinstance(of.gate_up[0], QuantizedWeight) for of in experts_of)
+    texts = generate(engine, [GREEDY] * 4)
+    plain = generate(engine, [GREEDY.replace(num_speculative_tokens=0)] * 4)
+    assert share_of_equal(texts, plain) > 0.95
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Check gpt-oss with sinks and MXFP4 experts against the same numbers in 32 bits."""
+    numbers = make_checkpoint(tmp_path / "numbers", "gpt_oss", seed=1, **(SHAPE | {"num_local_experts": 4}))
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    codes = mxfp4(numbers, tmp_path / "codes", config)
+    texts, dense = (
+        generate(build(path, {"model": str(numbers)}), [GREEDY.replace(num_speculative_tokens=k)] * 4)
+        for path, k in ((codes, K), (numbers, 0))
+    )
+    assert share_of_equal(texts, dense) > 0.95
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q5_K", "Q3_K"])
+def test_gguf_files(kind: str, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "llama", seed=1, **SHAPE)
+    path = write_gguf(source, tmp_path / "model.gguf", kind)
+    assert_texts(path, {"model": str(path)})
+
+
+def test_auto(tmp_path: Path) -> None:
+    """Check that an engine that chooses K itself, from costs of replayed graphs, writes the text of K = 0."""
+    target = make_checkpoint(tmp_path / "target", seed=1, **SHAPE)
+    draft = perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2)
+    engine = build(target, {"model": str(draft), "num_speculative_tokens": "auto"})
+    texts = generate(engine, [GREEDY] * 4)
+    assert share_of_equal(texts, generate(engine, [GREEDY.replace(num_speculative_tokens=0)] * 4)) > 0.95
+
+
+def test_the_bundled_pair() -> None:
+    """Check trained weights: texts of prompts in words, from graphs with drafts, against the CPU's."""
+    tokenizer = Tokenizer(str(TARGET))
+    texts = []
+    for device in ("cuda", "cpu"):
+        engine = build(TARGET, {"model": str(DRAFT)}, device)
+        requests = [
+            Request(
+                i,
+                tokenizer.encode(prompt),
+                GREEDY.replace(max_tokens=60, ignore_eos=True),
+                num_speculative_tokens=K,
+                seed=i,
+            )
+            for i, prompt in enumerate(PROMPTS[:4])
+        ]
+        for request in requests:
+            engine.add_request(request)
+        exhaust(engine)
+        assert all(request.error is None for request in requests)
+        assert engine.stats().accepted_tokens > 0
+        texts.append([request.output_token_ids for request in requests])
+    assert share_of_equal(*texts) > 0.95
 
 
 def test_rows_in_fp8(tmp_path: Path) -> None:

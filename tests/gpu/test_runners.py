@@ -7,7 +7,6 @@ import torch
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.drafters.model import ModelPasses
 from specrs.backends.cuda.runner import CudaRunner
-from specrs.backends.cuda.shapes import Buckets
 from specrs.core import InvalidResultsError
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
@@ -207,9 +206,15 @@ def test_a_batch_beyond_the_buckets_warns_once(make_engine: MakeEngine) -> None:
 
 
 def test_every_graph_is_captured(make_engine: MakeEngine) -> None:
-    graphs = runner_of(make_engine()).graphs
+    runner = runner_of(make_engine())
+    graphs, buckets = runner.graphs, runner.buckets
     assert graphs is not None
-    buckets = Buckets([1, 2, 4, 8], K)
+    assert buckets.batches == [1, 2, 4, 8]
+    merged, chunks = list(buckets.merged_shapes()), list(buckets.chunk_shapes())
+    assert merged
+    assert chunks
+    assert all(shape in graphs for shape in merged)
+    assert all((kind, shape) in graphs for kind in ("prompts", "catch up") for shape in chunks)
     for shape in buckets.whole_shapes():
         assert shape in graphs
     for batch, i, logits_mode in buckets.draft_passes():

@@ -22,7 +22,7 @@ def assert_says(said: dict[str, str], name: str) -> None:
 
 def others(environment: dict[str, str]) -> dict[str, str]:
     """Return the environment without the variables of any set."""
-    return {key: value for key, value in environment.items() if key not in {*SETS["default"], VARIABLE}}
+    return {key: value for key, value in environment.items() if key not in {*SETS["portable"], VARIABLE}}
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -46,5 +46,5 @@ def test_an_empty_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
     assert chosen() == {}
     monkeypatch.setenv(VARIABLE, "sse9")
-    with pytest.raises(ValueError, match=rf"{VARIABLE}='sse9': must be one of default, avx2"):
+    with pytest.raises(ValueError, match=rf"{VARIABLE}='sse9': must be one of portable, avx2"):
         chosen()

@@ -348,7 +348,7 @@ def test_prompts_hold_up_streams_for_75_ms_unless_told(
         return engine
 
     monkeypatch.setattr("specrs.engine.build.build_engine", build)
-    monkeypatch.setattr("specrs.async_llm.load_tokenizer", lambda config: tokenizer)
+    monkeypatch.setattr("specrs.engine.load.load_tokenizer", lambda config: tokenizer)
     assert AsyncLLM(max_prefill_stall_ms=given).shutdown(timeout=30)
     assert built == [bound]
     assert EngineConfig(max_prefill_stall_ms=given).max_prefill_stall_ms == given, "LLM has no bound of its own"

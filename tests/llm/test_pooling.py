@@ -182,6 +182,17 @@ def test_a_state_that_is_not_finite_ends_its_request_alone(folders: dict[str, Pa
     assert np.isfinite(fine).all()
 
 
+def test_an_embedding_model_makes_no_decoder_of_text(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Check that loading a model whose files say that it embeds leaves the tokenizer's decoder to the first text."""
+    embedding = as_embedding(folders["qwen3"], tmp_path / "embedding")
+    for folder, is_made in ((folders["qwen3"], True), (embedding, False)):
+        llm = LLM(str(folder), max_model_len=32, num_gpu_blocks_override=8)
+        assert llm.tokenizer is not None
+        assert ("decoder" in vars(llm.tokenizer)) == is_made
+    llm.embed("the cat sat", use_tqdm=False)
+    assert "decoder" not in vars(llm.tokenizer)
+
+
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_reranker(tmp_path_factory.mktemp("reranker") / "model")

@@ -35,7 +35,9 @@ class Spec:
 def projections(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return the weights that adapters may change, by the names of their modules."""
     tensors = load_file(checkpoint / "model.safetensors")
-    names = [name for name in tensors if name.endswith("_proj.weight") and ".experts." not in name]
+    nets = (".in_proj_qkv", ".in_proj_z", ".in_proj_b", ".in_proj_a", ".in_proj_qkvz", ".in_proj_ba")
+    ends = tuple(f"{leaf}.weight" for leaf in ("_proj", *nets))
+    names = [name for name in tensors if name.endswith(ends) and "expert" not in name]
     return {name.removesuffix(".weight"): tensors[name] for name in names}
 
 

@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from backends.cuda_engines import PROMPTS, K, give_graphs
+from backends.cuda_engines import PROMPTS, SMALL, K, give_graphs, serve_by_cuda
 from backends.test_cuda_runner import GREEDY, Pair, assert_same, make_pair
 from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from models.cuda_models import LENGTH, Poisoned, on_device
 from models.harness import Feeder
-from specrs import LoRARequest
-from specrs.backends.cuda import stream
+from specrs import LoRARequest, SpeculativeConfig
+from specrs.backends.cuda import step_costs, stream
 from specrs.backends.cuda.adapters import Adapters, AdapterSlots, slots_bytes
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.cuda.shapes import MergedShape
 from specrs.backends.ring import Header
-from specrs.core import HEADER_FIELDS
+from specrs.config import EngineConfig
+from specrs.core import HEADER_FIELDS, CostModel
+from specrs.engine import warm_up
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.models.loader import load_config
@@ -39,6 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "granite": {},
     "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen3_5_text": {},
+    "qwen3_next": {"mlp_only_layers": [0]},
 }
 SIZES: dict[str, Any] = {"hidden": 32, "head_dim": 16, "intermediate": 40, "kv_heads": 1, "vocab": 83}
 
@@ -92,11 +97,12 @@ def test_rows_are_their_adapters(family: str, tmp_path: Path, monkeypatch: pytes
     # First 4 rows of two requests, then 72 of the others, then rows of all as in verification.
     for requests, spans in (([1, 2], fed[0]), ([3, 0], fed[0]), ([2, 0, 3, 1], fed[1])):
         rows = {b: span(b, *spans[b]) for b in requests}
-        for b, part in zip(requests, feeder.feed(rows).split([len(own) for own in rows.values()]), strict=True):
+        logits = feeder.feed(rows, prompts=len(requests) == 2)
+        for b, part in zip(requests, logits.split([len(own) for own in rows.values()]), strict=True):
             found[b].append(part)
     for b, i in enumerate(which):
         text = span(b, 0, fed[1][b][1])
-        expected = [Feeder(model, max_len=LENGTH).feed({0: text}) for model in models]
+        expected = [Feeder(model, max_len=LENGTH).feed({0: text}, prompts=True) for model in models]
         off = [float((torch.cat(found[b]).double() - logits).norm() / logits.norm()) for logits in expected]
         assert off[i] < 1e-5, (b, off)
         assert min(one for j, one in enumerate(off) if j != i % len(off)) > 1e-3, (b, off)
@@ -263,3 +269,50 @@ def test_engines(pair: Pair, requests: list[LoRARequest | None], monkeypatch: py
     assert plain_steps == {True, False}, "the last steps have the base model's request alone"
     plain = texts(eager, requests, k=0)
     assert [one.output_token_ids for one in plain] == [one.output_token_ids for one in theirs]
+
+
+def test_costs_are_those_of_the_graphs_that_steps_replay(
+    pair: Pair, requests: list[LoRARequest | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that costs with adapters are times of graphs with adapters, whose rows all have one, and that the other
+    costs are times of the other graphs. Texts are the same afterwards."""
+    monkeypatch.setattr(step_costs, "SECONDS", 0.0)
+    fields: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    engine = pair.engine(gpu=True, monkeypatch=monkeypatch, **fields)
+    graphs = give_graphs(engine)
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
+    assert runner.loras is not None
+    slots = runner.loras.slots
+    for has_lora in (False, True):
+        graphs.replayed.clear()
+        slots.rows.fill_(77)
+        assert runner.step_costs(on_host=False, has_lora=has_lora) is not None
+        names = [key[0] if isinstance(key, tuple) else None for key in graphs.replayed]
+        assert names == ([None] if has_lora else ["plain"]) * len(names) != []
+        assert set(slots.rows[: runner.buckets.batches[0]].tolist()) == {0 if has_lora else 77}
+        assert (slots.of_row == -1).all()
+    cpu = pair.engine(gpu=False, monkeypatch=monkeypatch, **fields)
+    assert_same(texts(engine, requests), texts(cpu, requests))
+
+
+def test_auto_plans_with_both_costs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the planner of an engine with adapters has costs of both kinds of steps, and no others without."""
+
+    def costs(_: CudaRunner, *, on_host: bool, has_lora: bool = False) -> CostModel:
+        assert not on_host
+        return CostModel([1], [0, 1, K], [[1.0, 2.0, 3.0 + has_lora]])
+
+    monkeypatch.setattr(CudaRunner, "step_costs", costs)
+    monkeypatch.setattr(warm_up, "_measure", lambda *_: 1.0)
+    monkeypatch.setattr(warm_up, "_catch_up_ms", lambda *_: 0.0)
+    serve_by_cuda(monkeypatch)
+    speculative = SpeculativeConfig(
+        model=str(pair.draft), num_speculative_tokens="auto", max_num_speculative_tokens=K, max_model_len=30
+    )
+    config = EngineConfig(
+        model=str(pair.target), dtype="float32", speculative_config=speculative, enable_lora=True, max_loras=2, **SMALL
+    )
+    planner = build_engine(config, pair.gpu).planner
+    assert planner is not None
+    assert [planner.costs(has_lora=has_lora).ms(1, K) for has_lora in (False, True)] == [3.0, 4.0]

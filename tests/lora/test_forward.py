@@ -1,5 +1,6 @@
 """A pass over rows of several adapters gives each row what the model with that adapter merged into its weights does."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from models.harness import Feeder
+from models.test_llama4 import float64
 from specrs.models.lora_loader import load_lora
 from specrs.models.torch_loader import load_model
 from sweep import sweep
@@ -23,6 +25,9 @@ FAMILIES = {
     "olmo2": {},
     "granite": {},
     "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen3_5_text": {},
+    "qwen3_next": {"mlp_only_layers": [0]},
+    "llama4_text": {"moe_layers": [0]},
 }
 
 
@@ -43,7 +48,12 @@ def test_rows_are_their_adapters(
     data: st.DataObject, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     family = data.draw(st.sampled_from(sorted(checkpoints)), label="family")
-    checkpoint, folder = checkpoints[family], tmp_path_factory.mktemp("drawn")
+    with float64() if family == "llama4_text" else contextlib.nullcontext():
+        check_rows(data, checkpoints[family], tmp_path_factory.mktemp("drawn"))
+
+
+def check_rows(data: st.DataObject, checkpoint: Path, folder: Path) -> None:
+    """Check a pass over rows of drawn adapters of a checkpoint."""
     drawn = data.draw(st.lists(specs(leaves_of(checkpoint)), min_size=1, max_size=2), label="adapters")
     base = load_model(checkpoint, dtype="float64")
     models, feeder = [base], Feeder(base, num_requests=4)

@@ -109,6 +109,27 @@ def test_what_the_tensors_are(
         store(model).load(request(path))
 
 
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        ("llama4_text", "model.layers.1.feed_forward.shared_expert.down_proj"),
+        ("llama4_text", "model.layers.1.feed_forward.experts.down_proj"),
+        ("llama4_text", "model.layers.0.mlp.down_proj"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.2.up_proj"),
+    ],
+)
+def test_modules_that_adapters_may_not_change(family: str, module: str, tmp_path: Path) -> None:
+    """Check that adapters of experts are rejected by name, and so are names that only other families have."""
+    path = make_checkpoint(tmp_path / "base", family, with_tokenizer=False)
+    own = write_adapter(tmp_path / "adapter", path, Spec(("o_proj",), rank=4))
+    tensors = load_file(own / "adapter_model.safetensors")
+    tensors |= {f"{PREFIX}{module}.lora_A.weight": torch.zeros(4, 8)}
+    save_file(tensors, own / "adapter_model.safetensors")
+    says = rf"{module}.lora_A.weight: not implemented; allowed: .* of a layer's q_proj, .*, but not of experts, as the"
+    with pytest.raises(UnsupportedModelError, match=says):
+        store(load_model(path)).load(request(own))
+
+
 def test_files_that_are_not_there(checkpoint: Path, model: TorchDecoder, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lora_path='/.*nowhere': must be a folder or a hub id"):
         store(model).load(request(tmp_path / "nowhere"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo2": {},
     "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen3_5_text": {},
+    "qwen3_next": {"mlp_only_layers": [0]},
+    "llama4_text": {"moe_layers": [0]},
 }
 
 
@@ -119,3 +123,36 @@ def test_an_adapter_of_another_model_is_rejected(tmp_path: Path) -> None:
     assert other.native_lora(adapter) is other.native_lora(adapter)
     with pytest.raises(InvalidBufferError, match=r"layers\[0\]\.qkv\[0\]'s inputs=64: must be 32"):
         own.native_lora(adapter)
+
+
+@pytest.fixture(scope="module")
+def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama 4 whose first layer has experts and a shared expert, and whose second has an MLP."""
+    folder = tmp_path_factory.mktemp("llama4") / "base"
+    sizes: dict[str, Any] = {"hidden": 64, "head_dim": 16, "intermediate": 96, "kv_heads": 2, "tie": False, "vocab": 61}
+    return make_checkpoint(folder, "llama4_text", seed=1, moe_layers=[0], **sizes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_text_of_llama_4(llama4: Path, dtype: str, tmp_path: Path) -> None:
+    """Check text under adapters of attention and MLP against that of merged weights, natively and by torch, alone and
+    with drafts that n-grams guess."""
+    folders = [
+        write_adapter(tmp_path / str(i), llama4, Spec(leaves, rank=4 * i), seed=i)
+        for i, leaves in enumerate([("q_proj", "k_proj", "up_proj"), tuple(leaves_of(llama4))], 1)
+    ]
+    prompts = [{"prompt_token_ids": [(7 * i * j + 3 * j) % 61 for j in range(1, 4)] * 4} for i in range(4)]
+    greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, detokenize=False)
+    merged = [merge(llama4, path, tmp_path / f"merged {path.name}") for path in folders]
+    expected = []
+    for path in (llama4, *merged):
+        outputs = LLM(str(path), dtype=dtype).generate(prompts, greedy, use_tqdm=False)
+        expected.append([output.outputs[0].token_ids for output in outputs])
+    assert len({str(texts) for texts in expected}) == 3
+    loras = [None, *(LoRARequest(f"a{i}", i, str(path)) for i, path in enumerate(folders, 1))]
+    asked = [lora for lora in loras for _ in prompts]
+    for drafter in (None, {"method": "ngram", "num_speculative_tokens": 3}):
+        llm = LLM(str(llama4), dtype=dtype, enable_lora=True, max_loras=2, speculative_config=drafter)
+        assert isinstance(llm.engine.weights.target, NativeDecoder) == (dtype == "float32")
+        outputs = llm.generate(prompts * 3, greedy, lora_request=asked, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == list(itertools.chain(*expected))

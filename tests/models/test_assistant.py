@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -365,3 +366,17 @@ def test_centroids_are_not_read(folder: Path, tmp_path: Path) -> None:
     target, fed = load_native(folder / "gemma4"), [[7, 8, 9, 10]]
     own, other = (run(assistant_of(one, target), target, [9], fed)[0] for one in (path, folder / "gemma4's"))
     assert own.shape == other.shape
+
+
+def test_the_assistant_of_the_12b_model(folder: Path, tmp_path: Path) -> None:
+    """Check that an assistant of Gemma 4 12B, whose text configuration has no fields of embeddings of layers, gives the
+    bits of one of the other sizes."""
+    target, fed = load_native(folder / "gemma4"), [[7, 8, 9, 10]]
+    path = Path(shutil.copytree(folder / "gemma4's", tmp_path / "assistant"))
+    text = json.loads((path / "config.json").read_text())["text_config"]
+    for field in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"):
+        del text[field]
+    text["model_type"] = "gemma4_unified_text"
+    edit_json(path / "config.json", architectures=["Gemma4UnifiedAssistantForCausalLM"], text_config=text)
+    own, other = (run(assistant_of(one, target), target, [9], fed)[0] for one in (path, folder / "gemma4's"))
+    assert np.array_equal(own, other)

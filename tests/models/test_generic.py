@@ -14,11 +14,11 @@ from generic_checkpoints import ARCHITECTURES, VOCAB, make_generic
 from hf_reference import load
 from safetensors.torch import load_file, save_file
 from specrs.errors import CheckpointError, UnsupportedModelError
-from specrs.models import generic_loader
+from specrs.models import generic, generic_loader
 from specrs.models.generic_loader import load_generic
 from specrs.models.registry import FAMILIES
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
 from models.harness import Feeder
 
@@ -131,6 +131,31 @@ def test_what_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=words):
         load_generic(tmp_path, dtype="float32", load_format="dummy")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_a_small_mistake_is_found_in_bfloat16(scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that scores that are half too large are found, and that rounding alone stays far below the bound."""
+    path = make_generic(tmp_path, "gpt_neox")
+
+    def attention(module: Any, *args: Any, scaling: float, **options: Any) -> Any:
+        return generic._attention(module, *args, scaling=scale * scaling, **options)
+
+    AttentionInterface.register("wrong", attention)
+    AttentionMaskInterface.register("wrong", generic._mask)
+    monkeypatch.setattr(generic_loader, "ATTENTION", "wrong")
+    if scale == 1:
+        monkeypatch.setitem(generic_loader.TOLERANCE, torch.bfloat16, generic_loader.TOLERANCE[torch.bfloat16] / 5)
+        load_generic(path, dtype="bfloat16")
+        return
+    with pytest.raises(UnsupportedModelError, match=r"GPTNeoXForCausalLM.*its logits differ, by 0\.0\d+ of their norm"):
+        load_generic(path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
+def test_deep_models_are_served_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Check that roundings of many layers are not taken for mistakes, with experts or without."""
+    load_generic(make_generic(tmp_path, name, num_hidden_layers=32, initializer_range=0.02), dtype="bfloat16")
 
 
 def test_a_model_that_computes_otherwise_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from specrs.backends.cpu.weights import load_native
-from specrs.errors import CheckpointError
+from specrs.backends.model_source import ModelSource
+from specrs.config import EngineConfig
+from specrs.errors import CheckpointError, UnsupportedConfigError
 from specrs.models import torch_decoder
-from specrs.models.loader import load_config
+from specrs.models.loader import CPU_DTYPES, load_config
 from specrs.models.query_scaling import QueryScaling
+from specrs.models.shards import check_divides
 from specrs.models.torch_loader import load_model
 from torch import Tensor
 from transformers.models.llama4 import modeling_llama4
@@ -265,3 +269,26 @@ def test_a_number_in_the_place_of_a_switch(switch: int | None, grows: bool, path
     tmp_path.joinpath("config.json").write_bytes(path.joinpath("config.json").read_bytes())
     edit_json(tmp_path / "config.json", attn_temperature_tuning=switch)
     assert (load_config(tmp_path).query_scaling is not None) == grows
+
+
+def test_null_is_the_default(path: Path, tmp_path: Path) -> None:
+    given = tmp_path / "config.json"
+    given.write_bytes(path.joinpath("config.json").read_bytes())
+    edit_json(given, attn_scale=None, floor_scale=None)
+    null = load_config(tmp_path)
+    edit_json(given, remove=("attn_scale", "floor_scale"))
+    assert null == load_config(tmp_path)
+    assert null.query_scaling == QueryScaling(0.1, 8192, offset=1, unrotated=True)
+
+
+def test_the_size_of_an_mlp_has_its_own_field(tmp_path: Path) -> None:
+    """Check errors about the size of the MLP. `intermediate_size` is that of experts, which would fit."""
+    path = make_checkpoint(tmp_path, "llama4_text", moe_layers=[0], intermediate=64, intermediate_size_mlp=72)
+    config = load_config(path)
+    with pytest.raises(UnsupportedConfigError, match=r"^tensor_parallel_size=16: .* has intermediate_size_mlp=72; "):
+        check_divides(replace(config, num_heads=16, num_kv_heads=16), str(path), "tensor_parallel_size", 16)
+    source = ModelSource.of_target(EngineConfig(model=str(path), quantization="int4"))
+    with pytest.raises(
+        UnsupportedConfigError, match=r"^quantization='int4': .* has intermediate_size_mlp = 72, groups"
+    ):
+        source.types(CPU_DTYPES)

@@ -14,14 +14,14 @@ from hf_reference import load
 from quantized_files import gptq
 from safetensors.torch import load_file, save_file
 from specrs.backends.cpu.weights import load_native
-from specrs.backends.cuda.fit import check_weights_fit
 from specrs.config import EngineConfig
 from specrs.core import PackedMatrix
-from specrs.errors import CheckpointError, InvalidConfigError
+from specrs.errors import CheckpointError
 from specrs.integrations import transformers as integration
 from specrs.models.checkpoint import SINGLE
 from specrs.models.loader import stored_config
 from specrs.models.torch_loader import load_model
+from weight_memory import assert_needed, memory_of
 
 from models.harness import Feeder
 
@@ -93,16 +93,8 @@ def test_the_same_numbers_stay_tied(tied: Path, tmp_path: Path, caplog: pytest.L
 
 def test_memory_counts_the_head(own: Path, tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that memory counts the head: on a GPU before anything is loaded, and in a loaded model's size."""
-    head = 96 * 64
-    needed = 4 * sum(tensor.numel() for tensor in load_file(tied / SINGLE).values())
-    config = EngineConfig(model=str(own), dtype="float32")
-    for free, fits in ((needed + 4 * head, True), (needed + 4 * head - 1, False)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2 * free))
-        if fits:
-            check_weights_fit(config, torch.device("cuda:0"))
-            continue
-        with pytest.raises(InvalidConfigError, match="too little"):
-            check_weights_fit(config, torch.device("cuda:0"))
+    needed = memory_of(load_model(tied, dtype="float32").weights) + 4 * 96 * 64
+    assert_needed(EngineConfig(model=str(own), dtype="float32"), needed, monkeypatch)
     assert not stored_config(own).tie_word_embeddings
     assert stored_config(own, load_format="dummy").tie_word_embeddings
 

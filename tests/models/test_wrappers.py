@@ -23,6 +23,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     Llama4Config,
     Llama4ForConditionalGeneration,
     Mistral3Config,
@@ -58,6 +60,7 @@ SPELLINGS = ("language_model.model.", "model.language_model.")
 FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
@@ -85,6 +88,14 @@ def wrapper(architecture: str, family: str) -> Any:
         vision |= {"num_key_value_heads": 1, "head_dim": 16}
         config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
         model = Gemma4ForConditionalGeneration(config)
+    elif architecture == "Gemma4UnifiedForConditionalGeneration":
+        kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        own = {"num_hidden_layers": 6, "layer_types": kinds, "global_head_dim": 32, "sliding_window": 9}
+        own |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_key_value_heads": 2}
+        text = TEXT | own | {"final_logit_softcapping": 5.0}
+        vision = {"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 8}
+        config = Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config=None)
+        model = Gemma4UnifiedForConditionalGeneration(config)
     elif architecture == "Llama4ForConditionalGeneration":
         vision = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         vision |= {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
@@ -161,10 +172,15 @@ def test_the_logits_of_transformers(
 @pytest.mark.parametrize("tie", [True, False])
 def test_the_text_checkpoint_of_it(architecture: str, family: str, spelling: str, tie: bool, tmp_path: Path) -> None:
     """Check that a text checkpoint and the same tensors in a multimodal wrapper give the same bits."""
-    make = make_gemma4 if architecture == "Gemma4ForConditionalGeneration" else make_checkpoint
-    kind = {} if make is make_gemma4 else {"family": family}
-    text = make(tmp_path / "text", **kind, tie=tie, eos_token_id=[7, 9])
+    if family.startswith("gemma4"):
+        variant = "gemma4, keys are values" if family == "gemma4_unified_text" else "gemma4"
+        text = make_gemma4(tmp_path / "text", variant, tie=tie, eos_token_id=[7, 9])
+    else:
+        text = make_checkpoint(tmp_path / "text", family, tie=tie, eos_token_id=[7, 9])
     path = wrapped(text, tmp_path / "wrapped", architecture, spelling, tie_word_embeddings=tie)
+    raw = json.loads((path / "config.json").read_text())
+    raw["text_config"]["model_type"] = family
+    (path / "config.json").write_text(json.dumps(raw))
     assert load_config(path) == load_config(text)
     assert torch.equal(logits(load_native(path)), logits(load_native(text)))
 
@@ -250,11 +266,24 @@ def test_tensors_that_are_left_over_or_there_twice(tmp_path: Path) -> None:
 def test_fields_that_published_files_leave_out() -> None:
     raw = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": {}}
     made = text_config(raw)
-    expected = {"vocab_size": 262208, "num_attention_heads": 8, "eos_token_id": [1, 106], "model_type": "gemma3_text"}
+    expected = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "eos_token_id": [1, 106],
+        "architectures": ["Gemma3ForCausalLM"],
+    }
     assert made.items() >= (expected | {"tie_word_embeddings": True}).items()
     raw["architectures"] = ["Gemma4ForConditionalGeneration"]
-    expected = {"vocab_size": 262144, "num_attention_heads": 8, "eos_token_id": [1, 106], "model_type": "gemma4_text"}
+    expected = {
+        "vocab_size": 262144,
+        "num_attention_heads": 8,
+        "eos_token_id": [1, 106],
+        "architectures": ["Gemma4ForCausalLM"],
+    }
     assert text_config(raw).items() >= (expected | {"tie_word_embeddings": True}).items()
+    raw["architectures"] = ["Gemma4UnifiedForConditionalGeneration"]
+    expected |= {"sliding_window": 1024, "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144}
+    assert text_config(raw).items() >= expected.items()
 
 
 def test_names() -> None:

@@ -153,6 +153,21 @@ def test_chunks_have_two_sums_a_layer(group: dist.ProcessGroup, target: Path) ->
     assert exchanged(watch) == [ONE_SHOT] * (1 + 2 * LAYERS)
 
 
+def test_a_hybrid_has_two_sums_a_layer(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    """Check the exchanges of a pass over a delta net and attention, for few rows and for many."""
+    path = make_checkpoint(tmp_path, "qwen3_5_text", vocab=IDS, layers=LAYERS, hidden=64, kv_heads=2, head_dim=64)
+    with FakeTensorMode(), torch.inference_mode():
+        model = fake_decoder(path, torch.bfloat16, ranks=cast("Ranks", Rank(1, FakeMemory(CUDA, group))))
+        config = EngineConfig(model=str(path), max_num_seqs=80, max_num_batched_tokens=80, max_model_len=64)
+        blueprint = Blueprint(config, Weights(model))
+        sampling = SamplingState(80, IDS, torch.float32, CUDA)
+        ctx = make_context(blueprint, blueprint.scheduler(80), sampling, 80)
+        for batch, expected in ((64, ONE_SHOT), (80, ALL_REDUCE)):
+            with Watch(PARTS) as watch:
+                iteration.verify_pass(ctx, batch, batch, 1, greedy=True)
+            assert exchanged(watch) == [expected] * (1 + 2 * LAYERS) + [ALL_GATHER]
+
+
 def test_ranks_capture_the_same_graphs_in_one_order(target: Path) -> None:
     with FakeTensorMode(), torch.inference_mode():
         one, other = (make(target, rank, GroupExchanges(), SIZE)[1] for rank in range(SIZE))

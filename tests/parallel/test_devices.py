@@ -1,6 +1,5 @@
 """A GPU for each rank, and the KV blocks that fit on all of them. Needs no GPU."""
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,26 @@ from backends.cuda_engines import CUDA
 from checkpoints import make_checkpoint
 from engine.harness import Bank, make_bank
 from engine.harness import config as engine_config
+from mtp_reference import add_head
 from specrs.backends.base import Backend
 from specrs.backends.blueprint import Blueprint
 from specrs.backends.cpu.backend import CpuBackend
 from specrs.backends.cuda import device as devices
 from specrs.backends.cuda import kv_memory
-from specrs.backends.cuda.fit import check_weights_fit
 from specrs.backends.table import device_of_rank
 from specrs.config import EngineConfig
+from specrs.drafters.mtp.files import open_mtp
+from specrs.drafters.mtp.reader import mtp_shapes
 from specrs.engine.build import build_engine
 from specrs.engine.plan import plan_engine
 from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, SpecrsError, UnsupportedModelError
-from specrs.models.loader import load_config
-from specrs.models.shards import Shard
-from specrs.models.tensors import tensor_shapes
-from specrs.models.torch_loader import load_model
+from specrs.models.loader import load_config, open_checkpoint
+from specrs.models.shards import Shard, ShardedTensors
+from specrs.models.torch_loader import Loader, load_model
 from specrs.parallel.ranks import Ranks
 from specrs.parallel.start import own_place
+from weight_memory import assert_needed, memory_of
 
 from parallel.harness import engine_on_threads
 from parallel.test_engine import degree_of, on_other_rank
@@ -95,11 +96,10 @@ def test_more_ranks_than_gpus_are_rejected_before_any_is_started(bank: Bank) -> 
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(("family", "part"), [("olmo2", "all ranks"), ("qwen3_5_text", "layers have states")])
-def test_parts_that_no_gpu_computes_are_rejected_before_any_is_started(family: str, part: str, tmp_path: Path) -> None:
-    target = make_checkpoint(tmp_path, family, kv_heads=2)
+def test_parts_that_no_gpu_computes_are_rejected_before_any_is_started(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path, "olmo2", kv_heads=2)
     config = EngineConfig(model=str(target), tensor_parallel_size=2, device="cuda")
-    message = rf"^tensor_parallel_size=2: .* {part} on a GPU; allowed: 1, or device='cpu'$"
+    message = r"^tensor_parallel_size=2: .* all ranks on a GPU; allowed: 1, or device='cpu'$"
     with pytest.raises(UnsupportedModelError, match=message):
         build_engine(config, lead=lambda *_: pytest.fail("started"))
 
@@ -154,19 +154,43 @@ def test_the_bytes_of_a_part(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("degree", [1, 2])
 def test_weights_of_a_rank_fit_where_all_do_not(degree: int, bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     config = degree_of(engine_config(bank.target, bank.target, k=3, tensor_parallel_size=2), degree)
-    model, own = load_config(bank.target), Ranks.__new__(Ranks)
+    own = Ranks.__new__(Ranks)
     own.rank, own.size = 1, 2
+    model, checkpoint = open_checkpoint(bank.target, None, "auto")
     whole, part = (
-        4 * sum(torch.Size(shape).numel() for shape in shapes.values())
-        for shapes in (tensor_shapes(model), Shard(1, 2).tensor_shapes(model))
+        memory_of(Loader(model, checkpoint, torch.float32, torch.device("cpu"), shard).load())
+        for shard in (None, Shard(1, 2))
     )
     needed = part + (whole if degree == 1 else part)
     assert needed < 2 * whole
-    for free in (needed, needed - 1):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, 0))
-        fits = contextlib.nullcontext() if free == needed else pytest.raises(InvalidConfigError, match="weights need")
-        with fits:
-            check_weights_fit(replace(config, device="cuda", dtype="float32"), torch.device("cuda", 1), own)
+    assert_needed(replace(config, device="cuda", dtype="float32"), needed, monkeypatch, ranks=own, match="weights need")
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_memory_counts_a_ranks_part_of_an_mtp_head(
+    degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check the memory that a rank needs for a model with delta nets and its MTP head, all of it or a part."""
+    sizes = {"hidden": 32, "kv_heads": 2, "vocab": 96, "tie": False}
+    folder = add_head(make_checkpoint(tmp_path, "qwen3_5_text", **sizes))
+    speculative = {"method": "mtp", "num_speculative_tokens": 2, "draft_tensor_parallel_size": degree}
+    config = EngineConfig.from_kwargs(
+        model=str(folder), tensor_parallel_size=2, speculative_config=speculative, device="cuda", dtype="float32"
+    )
+
+    def held(ranks: Ranks) -> int:
+        config, tensors = open_checkpoint(folder, None, "auto")
+        shard = Shard(ranks.rank, 2)
+        own = memory_of(Loader(config, tensors, torch.float32, torch.device("cpu"), shard).load())
+        target = load_model(folder, dtype=torch.float32, device=ranks)
+        files = open_mtp(str(folder), target, revision=None, size=None, counts=None)
+        head = ShardedTensors(files.tensors, files.config, shard) if degree == 2 else files.tensors
+        return own + 4 * sum(head.mapped(name).size for name in mtp_shapes(files.config))
+
+    needed = on_ranks(2, held)[1]
+    own = Ranks.__new__(Ranks)
+    own.rank, own.size = 1, 2
+    assert_needed(config, needed, monkeypatch, ranks=own, match="weights need")
 
 
 @pytest.mark.parametrize(("degree", "draft_heads"), [(1, 2), (2, 1)])

@@ -13,7 +13,7 @@ Graph = Mapping[str, frozenset[str]]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_core", "pair", "transfer", "arrays", "record_fields"),
     ("core", "errors"),
-    ("options", "vllm_arguments", "extras"),
+    ("options", "vllm_arguments", "extras", "instruction_sets"),
     ("processes", "parallel"),
     ("verify",),
     ("kernels",),

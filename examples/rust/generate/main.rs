@@ -33,7 +33,7 @@ fn model(weights: Weights, pool: &Arc<Pool>) -> Result<(Decoder, KvCache)> {
     let &ModelShape { num_kv_heads, head_dim, .. } = weights.shape();
     let shape = KvShape { num_blocks, block_size: BLOCK_SIZE, num_kv_heads, head_dim };
     let cache = KvCache::allocate(shape, weights.num_layers(), false)?;
-    Ok((Decoder::new(weights, Arc::clone(pool))?, cache))
+    Ok((Decoder::new(weights, Arc::clone(pool)), cache))
 }
 
 /// Options of a generation.

@@ -51,9 +51,10 @@ class Runner(Protocol):
     def is_native(self) -> bool:
         """True if a step is one call of the Rust core. Such steps are short and alike, so timing a few is enough."""
 
-    def step_costs(self, *, on_host: bool) -> CostModel | None:
+    def step_costs(self, *, on_host: bool, has_lora: bool = False) -> CostModel | None:
         """Return the milliseconds of steps by batch and K, measured without requests; `on_host` if the record has the
-        drafts. None: the runner cannot, and steps of requests have to be timed. Nothing may be in flight."""
+        drafts, `has_lora` if all rows have a LoRA adapter. None: the runner cannot, and steps of requests have to be
+        timed. Nothing may be in flight."""
 
     @property
     def supports_pooling(self) -> bool:

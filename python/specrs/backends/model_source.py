@@ -10,14 +10,12 @@ import numpy as np
 from specrs.config import EngineConfig
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
-from specrs.models.errors import (
-    with_equal_layers,
-    without_states,
-)
+from specrs.models.errors import with_equal_layers, without_short_convolutions, without_states
 from specrs.models.kv_dtypes import resolve_cache_dtype
 from specrs.models.loader import DeviceDtypes, is_known_family, load_config, resolve_dtype
 from specrs.models.quantization.at_load import INT4_GROUPS
 from specrs.models.quantization.table import resolve_quantization
+from specrs.models.registry import FAMILIES
 
 if TYPE_CHECKING:
     from specrs.parallel.ranks import Ranks  # and torch
@@ -32,6 +30,8 @@ class ModelTypes(NamedTuple):
     """Dtype of K and V in the cache."""
     quantization: str | None
     """Format to which weights are quantized while they are loaded. None: they stay as the checkpoint has them."""
+    model: ModelConfig
+    """Configuration of the checkpoint, from which the dtypes follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,12 @@ class ModelSource:
             without_states(model, "as a draft model")
         elif self.config.enable_lora:
             with_equal_layers(model, "with enable_lora=True")
+            without_short_convolutions(model, "with enable_lora=True")
         if quantization in ("int4", "q8_0", "q4_0", "q4_k"):
             _check_groups(field, quantization, self.path, model)
         dtype = resolve_dtype(self.dtype, model, dtypes)
         cache_dtype = resolve_cache_dtype(self.option("kv_cache_dtype"), self.kv_cache_dtype, dtype)
-        return ModelTypes(dtype, cache_dtype, quantization)
+        return ModelTypes(dtype, cache_dtype, quantization, model)
 
 
 def draft_source(config: EngineConfig) -> tuple[str, str | None] | None:
@@ -131,7 +132,7 @@ def _check_groups(field: str, quantization: str, source: str, model: ModelConfig
     layers = model.varied or (model.plain_sizes,)
     for name, size in (
         ("hidden_size", model.hidden_size),
-        *([("intermediate_size", sizes.intermediate_size) for sizes in layers] if dense else []),
+        *([(FAMILIES[model.architecture].intermediate_field, s.intermediate_size) for s in layers] if dense else []),
         *experts,
         *(("num_attention_heads * head_dim", model.num_heads * sizes.head_dim) for sizes in layers),
         *([] if model.delta is None else [("linear_num_value_heads * linear_value_head_dim", model.delta.inner)]),

@@ -63,7 +63,7 @@ class LeadingRunner:
         """False, because steps wait for other ranks and their times differ."""
         return False
 
-    def step_costs(self, *, on_host: bool) -> CostModel | None:
+    def step_costs(self, *, on_host: bool, has_lora: bool = False) -> CostModel | None:
         """Return None: a replay on one rank would wait for the others."""
         return None
 

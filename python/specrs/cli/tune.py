@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specrs.backends.cuda.device import CUDA_DTYPES, KIND, require_packages
 from specrs.cli.option_flags import add_flags
@@ -13,11 +15,16 @@ from specrs.engine_options import DTYPES, EngineOptions
 from specrs.errors import InvalidConfigError, check_int, invalid_config
 from specrs.options import one_of
 
+if TYPE_CHECKING:
+    from specrs.kernels.cuda.configs import LinearShape
+
 _DTYPES = tuple(name for name in DTYPES if name != "float64")
 """Dtypes in which a GPU computes."""
+_PARTS = ("few", "many")
 DESCRIPTION = (
     "Time the matrix products of one or more models on this machine's CUDA device, experts included. Write the "
-    "fastest configurations into a table. An engine reads the table when it starts; without an entry for its GPU "
+    "fastest configurations into a table, and for products of 65 to 2,048 rows the fastest of cuBLAS, cuBLASLt (with "
+    "the extra `cublaslt`) and our kernel. An engine reads the table when it starts; without an entry for its GPU "
     "and shape it takes safe defaults. Of a model, only config.json is needed."
 )
 
@@ -30,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="auto", help=f"type to compute in: {one_of(_DTYPES)}; default: auto, the checkpoint's"
     )
     parser.add_argument("--rows", type=int, default=6, help="rows of a product, 1 to 64; default: 6, as K = 5 verifies")
+    parser.add_argument(
+        "--only", choices=_PARTS, help="products of few rows, to 64, or of many, 65 to 2,048; default: both"
+    )
     parser.add_argument("--jobs", type=int, help="processes that compile ahead; default: as many as cores")
     parser.add_argument("--output", type=Path, help="the table to write; default: the one in the package")
 
@@ -44,16 +54,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     if not torch.cuda.is_available():
         raise invalid_config("device", KIND, "specrs tune times kernels on a CUDA device, and torch finds none here")
-    from tqdm import tqdm
-    from triton.runtime import driver
 
-    from specrs.backends.cpu.threads import physical_cores
     from specrs.backends.cuda.experts import expert_shapes
     from specrs.backends.cuda.workspace import layer_shapes
-    from specrs.kernels.cuda.compile_ahead import compile_ahead
-    from specrs.kernels.cuda.configs import TABLE, LinearShape
+    from specrs.kernels.cuda.configs import TABLE
     from specrs.kernels.cuda.device import limits_of
-    from specrs.kernels.cuda.tuning import DeviceTimer, compile_trial, trials, tune, write_table
     from specrs.models.errors import without_states
     from specrs.models.loader import load_config, resolve_dtype
     from specrs.models.torch_arrays import TORCH_DTYPES
@@ -68,7 +73,28 @@ def run(arguments: argparse.Namespace) -> None:
         dense = chain.from_iterable(layer_shapes(config, dtype, device).values())
         products = *dense, *expert_shapes(config, dtype).values()
         shapes |= {shape.key: shape for shape in products}
-    output, work = arguments.output or TABLE, trials(shapes.values(), rows, limits)
+    output = arguments.output or TABLE
+    if arguments.only != "many":
+        tune_few(shapes, rows, jobs, output)
+    if arguments.only != "few":
+        tune_many(shapes, output)
+    print(f"{len(shapes)} shapes for {limits.name} in {output}")
+
+
+def tune_few(shapes: Mapping[str, LinearShape], rows: int, jobs: int | None, output: Path) -> None:
+    """Time the configurations of products of up to 64 rows, and write the fastest into the table."""
+    import torch
+    from tqdm import tqdm
+    from triton.runtime import driver
+
+    from specrs.backends.cpu.threads import physical_cores
+    from specrs.kernels.cuda.compile_ahead import compile_ahead
+    from specrs.kernels.cuda.device import limits_of
+    from specrs.kernels.cuda.tuning import DeviceTimer, compile_trial, trials, tune, write_table
+
+    device = torch.device(KIND)
+    limits = limits_of(device)
+    work = trials(shapes.values(), rows, limits)
     target = driver.active.get_current_target()
     compiled = compile_ahead(compile_trial, work, target, jobs or physical_cores())
     bar = tqdm(compiled, desc="Compiling and timing", total=len(work), unit="kernel")
@@ -82,4 +108,24 @@ def run(arguments: argparse.Namespace) -> None:
         write_table(output, limits.name, {tuned.shape: tuned.config})  # after each, so that an interrupt loses none
         us, default_us = 1e6 * tuned.seconds, 1e6 * tuned.default_seconds
         tqdm.write(f"{key:<40} {us:8.1f} us, default {default_us:8.1f} us: {tuned.config}")
-    print(f"{len(shapes)} shapes for {limits.name} in {output}")
+
+
+def tune_many(shapes: Mapping[str, LinearShape], output: Path) -> None:
+    """Time who computes products of 65 to 2,048 rows fastest, and write it into the table."""
+    import torch
+
+    from specrs.backends.cuda.cublaslt import CublasLt
+    from specrs.backends.cuda.many_rows import ManyRowsTimer, measure
+    from specrs.backends.cuda.providers import write_providers
+    from specrs.extras import has, install_command
+    from specrs.kernels.cuda.device import limits_of
+
+    device = torch.device(KIND)
+    limits = limits_of(device)
+    if not has("cublaslt"):
+        print(f"cuBLASLt is not timed; {install_command('cublaslt')}")
+    timer = ManyRowsTimer(limits, device, CublasLt.load(device))
+    for measured in measure(shapes.values(), timer):
+        write_providers(output, limits.name, {measured.shape: {measured.rows: measured.choice}})
+        times = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in measured.by_provider.items())
+        print(f"{measured.shape.key:<32} {measured.rows:5} rows: {times}: {measured.choice.provider}")

@@ -14,6 +14,7 @@ import numpy as np
 from specrs.arrays import FLOAT32, Array
 from specrs.core import CpuDecoder, CpuPool, CpuWeights
 from specrs.drafters.hidden_state import HeadFacts
+from specrs.instruction_sets import start_pool
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import NumpyHeld
 from specrs.models.native_cache import NativeKVCache
@@ -39,7 +40,7 @@ class NativeHead(NumpyHeld, HeadFacts):
         """
         self.weights = weights
         self._native = self._borrow() if native is None else native
-        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool, activations=activations)
+        self.decoder = CpuDecoder(self._native, start_pool(1) if pool is None else pool, activations=activations)
 
     def on_pool(self, pool: CpuPool, *, activations: str = "auto", prompt_tiles: bool = False) -> Self:
         """Return a head with the same weights that runs on the threads of `pool`, with its own work space."""

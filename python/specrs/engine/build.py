@@ -122,6 +122,7 @@ def _assemble(
             num_speculative_tokens=blueprint.num_speculative_tokens,
             costs=costs,
             catch_up_ms=catch_up_ms,
+            lora_costs=runner.step_costs(on_host=blueprint.drafter is None, has_lora=True),
         )
     publisher = None
     if config.kv_events_config is not None and config.kv_events_config.publishes:

@@ -18,8 +18,8 @@ from typing import Any
 from specrs import _core
 from specrs.backends.blueprint import Blueprint
 from specrs.backends.model_source import draft_source
-from specrs.core import cpu_instruction_sets
 from specrs.engine_options import EngineOptions
+from specrs.instruction_sets import usable_instruction_sets
 from specrs.models.checkpoint import resolve_folder
 from specrs.models.gguf.checkpoint import gguf_path
 from specrs.models.gguf.splits import parts_of
@@ -70,7 +70,7 @@ def namespace_of(blueprint: Blueprint, path: str) -> tuple[bytes, FileHashes]:
         "format": FORMAT,
         "version": version("specrs"),
         "core": None if core is None else hashes.of([Path(core)]),
-        "instructions": cpu_instruction_sets(),
+        "instructions": usable_instruction_sets(),
         "options": _values(config, options_of(EngineOptions), NOT_IN_KEY),
         "target": _model(blueprint.weights.target, config.target, config.revision, hashes),
         "draft": None,

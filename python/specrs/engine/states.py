@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from specrs.config import EngineConfig
-from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
+from specrs.errors import InvalidConfigError, invalid
 
 logger = logging.getLogger("specrs")
 _SHARE = 4
@@ -17,7 +17,6 @@ _SNAPSHOTS_PER_REQUEST = 4
 """Default number of snapshots for each request that may run."""
 _SNAPSHOT_PERCENT = 15
 """Maximum percentage of the memory that snapshots take by default."""
-_REASON = "not implemented for a model whose layers have states, such as this one"
 
 
 def resolve_states(config: EngineConfig, state_bytes: tuple[int, int], free_memory: Callable[[], int]) -> EngineConfig:
@@ -27,8 +26,8 @@ def resolve_states(config: EngineConfig, state_bytes: tuple[int, int], free_memo
     `state_cache_memory_bytes` becomes the bytes of the snapshots; None without prefix caching. `state_bytes` are those
     of the target, or of a rank's part of it: see `Model.state_bytes`.
 
-    Raises UnsupportedConfigError for options that such a model excludes. Raises InvalidConfigError if states and
-    snapshots do not fit in the memory that `free_memory` returns.
+    Raises InvalidConfigError for options of snapshots that the model excludes, and if states and snapshots do not fit
+    in the memory that `free_memory` returns.
     """
     row, draft = state_bytes
     given = config.state_cache_memory_bytes
@@ -38,8 +37,6 @@ def resolve_states(config: EngineConfig, state_bytes: tuple[int, int], free_memo
             raise invalid(InvalidConfigError, "state_cache_memory_bytes", given, reason)
         caching = config.enable_prefix_caching is not False
         return replace(config, enable_prefix_caching=caching, max_num_seqs=config.most_seqs)
-    if config.enable_lora:
-        raise invalid(UnsupportedConfigError, "enable_lora", True, f"{_REASON}; allowed: False")
     if given is not None and config.enable_prefix_caching is False:
         reason = "snapshots serve prefix hits; leave it out, or set enable_prefix_caching=True"
         raise invalid(InvalidConfigError, "state_cache_memory_bytes", given, reason)

@@ -36,9 +36,12 @@ logger = logging.getLogger("specrs")
 
 PROBE = 12
 """Number of tokens in the text for comparing logits. Our attention gets it in two passes."""
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.25}
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.02}
 """Largest allowed difference of logits, relative to their norm. Not tighter in float64, because transformers takes some
-softmaxes in fp32 there too."""
+softmaxes in fp32 there too. In bfloat16, dense models of the tests differ by at most 0.0033, with 2 or 32 layers."""
+TOLERANCE_WITH_EXPERTS = 0.25
+"""`TOLERANCE` of models with experts in bfloat16. Rounding may send a row to other experts: gpt-oss with 32 random
+layers differs by up to 0.23."""
 _NO_CODE = "null, or architectures of transformers: no code of checkpoints is run"
 _SCALINGS_BY_LENGTH = ("longrope",)
 """Kinds of RoPE whose frequencies change with the longest text of a batch."""
@@ -204,7 +207,8 @@ def _adapted(module: PreTrainedModel, positions: int, stops: tuple[int, ...], vo
                 f"with its attention replaced it fails ({type(fault).__name__}: {short(str(fault))})"
             ) from fault
     error = float((found.double() - expected.double()).norm() / expected.double().norm())
-    if not error <= TOLERANCE[module.dtype]:
+    routes = module.dtype == torch.bfloat16 and any("experts" in name for name, _ in module.named_modules())
+    if not error <= (TOLERANCE_WITH_EXPERTS if routes else TOLERANCE[module.dtype]):
         raise UnsupportedModelError(f"with its attention replaced its logits differ, by {error:.2g} of their norm")
     return model
 

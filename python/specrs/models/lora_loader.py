@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from safetensors import SafetensorError
 
-from specrs.arrays import FLOAT64, converted
+from specrs.arrays import FLOAT64, Array, converted
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.models.checkpoint import DTYPES, SafetensorsFile
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.lora import LoRAAdapter, LoRAPart
 from specrs.models.lora_config import LoRAConfig, read_lora_config
+from specrs.models.registry import stored_name
 from specrs.models.tensors import tensor_shapes
 
 FILE = "adapter_model.safetensors"
@@ -24,6 +26,8 @@ _PARTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "gate_up"),
     "o_proj": "o",
     "down_proj": "down",
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), "qkv"),
+    "out_proj": "o",
 }
 """Name in `LayerWeights` of the fused matrix that holds a projection, by the projection's name in checkpoints."""
 
@@ -42,18 +46,19 @@ class Place:
 
 
 def places(config: ModelConfig) -> dict[str, Place]:
-    """Return the modules of a model that adapters may change, by their names."""
+    """Return the modules of a model that adapters may change, by their names in the model's checkpoints. Experts are
+    not among them, nor are shared experts."""
     found: dict[str, Place] = {}
     rows: dict[tuple[int, str], int] = {}
     for name, shape in tensor_shapes(config).items():
         module, _, kind = name.rpartition(".")
         projection = _PARTS.get(module.rpartition(".")[2])
-        if kind != "weight" or projection is None or ".experts." in module:
+        if kind != "weight" or projection is None or ".experts." in module or ".shared_expert." in module:
             continue
         layer = int(module.split(".")[2])
         first = rows.get((layer, projection), 0)
         rows[layer, projection] = first + shape[0]
-        found[module] = Place(layer, projection, first, *shape)
+        found[stored_name(config.architecture, module)] = Place(layer, projection, first, *shape)
     return found
 
 
@@ -79,10 +84,22 @@ def load_lora(folder: Path, model: DecoderFacts, *, name: str, lora_int_id: int,
         place, scale = known[module], config.scale_of(module)
         # Scale in float64, so that rounding to the model's dtype happens once.
         scaled = converted(file.mapped(b), FLOAT64) * scale
-        part = LoRAPart(model.place(file.mapped(a)), model.place(scaled), place.first)
+        part = LoRAPart(model.place(_inputs(module, file.mapped(a), model.config)), model.place(scaled), place.first)
         parts = layers[place.layer]
         parts[place.projection] = (*parts.get(place.projection, ()), part)
     return LoRAAdapter(name, lora_int_id, tuple(layers))
+
+
+def _inputs(module: str, a: Array, c: ModelConfig) -> Array:
+    """Return the matrix A of a module, with its columns in the order in which the model's projection reads its inputs.
+
+    An adapter has those of a delta net's output projection in the order of checkpoints, and GGUF files have another.
+    """
+    d = c.delta
+    if d is None or not d.turned or not module.endswith(".out_proj"):
+        return a
+    heads = a.reshape(len(a), d.key_heads, d.value_heads // d.key_heads, d.value_dim)
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(a.shape)
 
 
 def _check(
@@ -99,6 +116,7 @@ def _check(
         module, _, kind = name.removeprefix(_PREFIX).removesuffix(".weight").partition(".lora_")
         if not name.startswith(_PREFIX) or module not in known or kind not in ("A", "B"):
             allowed = f"{_PREFIX}MODULE.lora_A.weight and lora_B.weight of a layer's {', '.join(_PARTS)}"
+            allowed += ", but not of experts"
             raise UnsupportedModelError(f"{path}: {name}: not implemented; allowed: {allowed}, as the model has them")
         if not config.has(module):
             raise CheckpointError(f"{path}: {name} is there, but adapter_config.json does not name {module}")

@@ -18,6 +18,7 @@ import numpy as np
 
 from specrs.arrays import BFLOAT16, FLOAT32, Array, aligned, bits, converted
 from specrs.core import CpuDecoder, CpuLora, CpuPool, CpuWeights, PackedMatrix
+from specrs.instruction_sets import start_pool
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts, DeltaWeights, NativeLayer, NativeWeights, NumpyHeld
 from specrs.models.delta_net import DeltaNet
@@ -60,7 +61,7 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         self.weights = weights
         self._kv_groups = kv_groups
         self._native = CpuWeights(**decoder_arrays(weights)) if native is None else native
-        own = CpuPool(1) if pool is None else pool
+        own = start_pool(1) if pool is None else pool
         self.decoder = CpuDecoder(self._native, own, activations=activations, prompt_tiles=prompt_tiles)
         self._loras: WeakKeyDictionary[LoRAAdapter, CpuLora] = WeakKeyDictionary()
 

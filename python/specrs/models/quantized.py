@@ -37,6 +37,13 @@ def shard_codes(shard: Shard, name: str, whole: QuantizedWeight, c: ModelConfig)
             return whole.shard(IN, rank, size)
         if leaf in ("k_proj", "v_proj") and kv_heads < size:
             return whole.shard(OUT, shard.kv_heads(c)[0], kv_heads)
+        if c.delta is not None and leaf == "out_proj":
+            # A turned projection has an equal part for each value head of a key head.
+            parts = c.delta.value_heads // c.delta.key_heads if c.delta.turned else 1
+            return whole.shard(IN, rank, size, [c.delta.inner // parts] * parts)
+        if c.delta is not None and leaf == "in_proj_qkv":
+            keys = c.delta.key_heads * c.delta.key_dim
+            return whole.shard(OUT, rank, size, [keys, keys, c.delta.inner])
         if leaf == "gate_up_proj":
             return whole.shard(OUT, rank, size, [whole.shape[0] // 2] * 2)
         if leaf == "qkv_proj":

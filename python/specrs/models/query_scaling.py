@@ -63,7 +63,8 @@ def parse_unrotated(raw: Mapping[str, Any]) -> QueryScaling | None:
     switch = raw.get("attn_temperature_tuning")
     if switch is not None and (type(switch) not in (bool, int) or switch < 0):
         raise malformed("attn_temperature_tuning", switch, "true or false")
-    beta = _beta("attn_scale", raw.get("attn_scale", 0.1))
+    given = raw.get("attn_scale")
+    beta = _beta("attn_scale", 0.1 if given is None else given)
     length = size(raw, "floor_scale", 8192)
     if (switch is not None and not switch) or beta == 0:
         return None

@@ -605,3 +605,12 @@ def renamed(folder: Path, names: Mapping[str, str], architectures: object) -> di
             raise CheckpointError(f"{folder}: {made[own[1:]]} and {file} are the same tensor; remove one")
         made[own[1:]] = file
     return made
+
+
+def stored_name(architecture: str, name: str) -> str:
+    """Return the name in checkpoints of `architecture` of the module `name`, which is named as in other families: see
+    `Family.tensor_names`."""
+    own = f".{name}."
+    for theirs, ours in FAMILIES[architecture].tensor_names:
+        own = own.replace(f".{ours}.", f".{theirs}.")
+    return own[1:-1]

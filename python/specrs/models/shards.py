@@ -20,6 +20,7 @@ from specrs.arrays import Array, converted
 from specrs.errors import UnsupportedConfigError, UnsupportedModelError, invalid
 from specrs.models.config import ModelConfig
 from specrs.models.experts import SHARED_SIZE
+from specrs.models.registry import FAMILIES
 from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, state_inputs, tensor_shapes
 
 
@@ -62,15 +63,11 @@ class Shard:
 
 def check_gpu_parts(c: ModelConfig, field: str, size: int) -> None:
     """Raise UnsupportedModelError, which names `field`, if GPU kernels cannot compute a rank's part of the model: its
-    norms span the heads of several ranks, or its layers have states."""
-    parts = (
-        (c.qk_norm_whole, "norms over the query and key heads of all ranks"),
-        (c.states is not None, "a model whose layers have states"),
-    )
-    for is_there, part in parts:
-        if is_there:
-            reason = f"not implemented for {part} on a GPU; allowed: 1, or device='cpu'"
-            raise invalid(UnsupportedModelError, field, size, reason)
+    norms span the heads of several ranks."""
+    if c.qk_norm_whole:
+        part = "norms over the query and key heads of all ranks"
+        reason = f"not implemented for {part} on a GPU; allowed: 1, or device='cpu'"
+        raise invalid(UnsupportedModelError, field, size, reason)
 
 
 def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
@@ -83,7 +80,7 @@ def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
         raise invalid(UnsupportedConfigError, field, size, reason)
     sizes = {"num_attention_heads": c.num_heads}
     if c.experts is None or not all(c.experts.layers):
-        sizes["intermediate_size"] = c.intermediate_size
+        sizes[FAMILIES[c.architecture].intermediate_field] = c.intermediate_size
     if c.experts is not None:
         sizes["an expert's intermediate size"] = c.experts.intermediate_size
         if c.experts.shared is not None:

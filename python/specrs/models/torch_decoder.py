@@ -166,11 +166,16 @@ class TorchDecoder(TorchFacts):
             qkv = w.qkv.product(x)
             if plan.runs is not None and kv_cache.states is not None and c.has_state(i):
                 runs, states = plan.runs, kv_cache.states
+                for adapter in adapters:
+                    adapter.add_(qkv, x, i, "qkv")
                 if w.delta is not None:
-                    x = w.o.product(delta_net(qkv, w.delta, c, i, runs, states))
+                    netted = delta_net(qkv, w.delta, c, i, runs, states)
                 else:
                     assert w.conv is not None
-                    x = w.o.product(short_conv(qkv, w.conv, i, runs, states))
+                    netted = short_conv(qkv, w.conv, i, runs, states)
+                x = w.o.product(netted)
+                for adapter in adapters:
+                    adapter.add_(x, netted, i, "o")
             else:
                 cache, gate, sizes = caches[i], None, c.sizes_of(i)
                 kv_heads = sizes.num_kv_heads if sizes.source is None else 0

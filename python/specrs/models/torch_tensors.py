@@ -81,16 +81,19 @@ class TorchDummy(DummyCheckpoint):
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return this rank's part of the tensor `name`. Values depend on the order of calls, and are the same for the
         same order."""
-        shape = self.shapes[name]
-        if is_norm(name):
-            whole = torch.ones(shape, dtype=dtype, device=device)
-        else:
-            generator = self._generators.setdefault(device, torch.Generator(device).manual_seed(0))
-            whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, STD, generator=generator)
-        cut = None if self._cuts is None else self._cuts.of(name, shape)
+        whole = self.drawn(name, dtype, device)
+        cut = None if self._cuts is None else self._cuts.of(name, tuple(whole.shape))
         if cut is None:
             return whole
         parts = [whole[place] for place in cut.slices]
         if cut.zero_rows:
-            parts.append(whole.new_zeros((cut.zero_rows, *shape[1:])))
+            parts.append(whole.new_zeros((cut.zero_rows, *whole.shape[1:])))
         return torch.cat(parts, cut.axis)
+
+    def drawn(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the whole tensor `name`."""
+        shape = self.shapes[name]
+        if is_norm(name):
+            return torch.ones(shape, dtype=dtype, device=device)
+        generator = self._generators.setdefault(device, torch.Generator(device).manual_seed(0))
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, STD, generator=generator)

@@ -28,7 +28,8 @@ class Wrapper:
     text_models: Mapping[str, str]
     """Architecture of the text model for each `model_type` that `text_config` may have."""
     defaults: Mapping[str, object]
-    """Values of transformers' configuration class for required fields that published files leave out."""
+    """Values of transformers' configuration class for fields that published files may leave out: required ones, and
+    those whose default differs from the text model's family."""
     tied: bool = False
     """Value of `tie_word_embeddings` if config.json has none."""
 
@@ -51,6 +52,18 @@ WRAPPERS: dict[str, Wrapper] = {
             "vocab_size": 262144,
             "num_attention_heads": 8,
             "max_position_embeddings": 131072,
+        },
+        tied=True,
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Wrapper(
+        "Gemma 4 12B",
+        {"gemma4_unified_text": "Gemma4ForCausalLM"},
+        {
+            "vocab_size": 262144,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+            "hidden_size_per_layer_input": 0,
         },
         tied=True,
     ),
@@ -119,7 +132,8 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     # One of the two objects may have a class's default. The tensors decide: see `loader.with_own_head`.
     ties = [place["tie_word_embeddings"] for place in (inner, raw) if place.get("tie_word_embeddings") is not None]
     made["tie_word_embeddings"] = wrapper.tied if not ties else True if True in ties else ties[0]
-    return made | {"model_type": kind, "architectures": [wrapper.text_models[kind]]}
+    # The type was checked here. It is the family's own in all wrappers but Gemma 4 12B's.
+    return made | {"model_type": None, "architectures": [wrapper.text_models[kind]]}
 
 
 def text_names(source: object, names: Iterable[str]) -> dict[str, str]:

@@ -136,7 +136,7 @@ fn a_decoding_batch_allocates_nothing() {
 #[test]
 fn a_planner_allocates_nothing() {
     let costs = CostModel::new(&[1, 16, 64], &[0, 1, K], &[1.0, 1.2, 2.0, 1.5, 2.0, 3.0, 3.0, 4.0, 9.0]).unwrap();
-    let mut planner = SpeculationPlanner::new(BATCH, K, costs, 0.1).unwrap();
+    let mut planner = SpeculationPlanner::new(BATCH, K, costs.clone(), 0.1).unwrap().with_lora_costs(costs);
     let rows: Vec<i64> = (0..BATCH as i64).collect();
     let (caps, lags) = ([K as i64; BATCH], [0; BATCH]);
     let (mut ks, mut accepted) = ([0; BATCH], [0; BATCH]);
@@ -147,7 +147,7 @@ fn a_planner_allocates_nothing() {
             *accepted = if step % 500 < 300 { ((step + 3 * row) % (K + 1)) as i64 } else { 0 }.min(ks[row]);
         }
         planner.settle(&rows, &ks, &ks, &accepted, Some(1.0 + step as f64 % 3.0)).unwrap();
-        planner.reset(step % BATCH).unwrap();
+        planner.reset(step % BATCH, step % 700 < 30).unwrap();
         planner.take_collapsed().for_each(drop);
     }
     assert_eq!(ALLOCATIONS.get(), before);

@@ -9,7 +9,8 @@ const ROWS: usize = 6;
 
 #[derive(Clone, Debug)]
 enum Op {
-    Reset(usize),
+    /// New request on a row, with an adapter or without.
+    Reset(usize, bool),
     /// Decision, with each row's presence in the step, its cap and its lag.
     Decide(Vec<(bool, i64, i64)>),
     /// Settlement, with each sequence's share of its K that is drafted and of its drafts that are accepted, and the
@@ -26,7 +27,7 @@ fn op() -> impl Strategy<Value = Op> {
     let share = prop_oneof![Just(0.0), Just(1.0), 0.0..1.0];
     let ms = prop::option::of(prop_oneof![0.1..50.0, Just(f64::MIN_POSITIVE), Just(f64::MAX)]);
     prop_oneof![
-        1 => (0..ROWS).prop_map(Op::Reset),
+        1 => (0..ROWS, prop::bool::weighted(0.3)).prop_map(|(row, has_lora)| Op::Reset(row, has_lora)),
         8 => rows.prop_map(Op::Decide),
         8 => (prop::collection::vec((share.clone(), share), ROWS), ms).prop_map(|(shares, ms)| Op::Settle(shares, ms)),
         1 => Just(Op::TakeCollapsed),
@@ -39,7 +40,7 @@ type Step = (Vec<i64>, Vec<i64>);
 
 fn apply(planner: &mut SpeculationPlanner, op: &Op, in_flight: &mut VecDeque<Step>) -> Vec<i64> {
     match op {
-        Op::Reset(row) => planner.reset(*row).expect("a row"),
+        Op::Reset(row, has_lora) => planner.reset(*row, *has_lora).expect("a row"),
         Op::Decide(rows) => {
             let inside = rows.iter().zip(0..).filter(|(row, _)| row.0);
             let (rows, bounds): (Vec<i64>, Vec<(i64, i64)>) = inside.map(|(row, at)| (at, (row.1, row.2))).unzip();
@@ -70,7 +71,7 @@ fn apply(planner: &mut SpeculationPlanner, op: &Op, in_flight: &mut VecDeque<Ste
             let before = format!("{planner:?}");
             let k = planner.num_speculative_tokens() as i64;
             let refused = match which {
-                0 => planner.reset(ROWS).is_err(),
+                0 => planner.reset(ROWS, false).is_err(),
                 1 => planner.decide(&[ROWS as i64], &[1], &[0], &mut [0]).is_err(),
                 2 => planner.decide(&[0], &[-1], &[0], &mut [0]).is_err(),
                 3 => planner.decide(&[0], &[1], &[-1], &mut [0]).is_err(),
@@ -91,13 +92,17 @@ proptest! {
         k in 1..8_usize,
         lines in prop::collection::vec((0.0..5.0_f64, 0.01..20.0_f64), 1..4),
         catch_up_ms in prop_oneof![Just(0.0), 0.0..10.0_f64],
+        has_lora_costs in prop::bool::ANY,
         ops in prop::collection::vec(op(), 1..150),
     ) {
         let batches: Vec<_> = (0..lines.len()).map(|at| 1 + 3 * at).collect();
         let lines: Vec<_> =
             lines.iter().map(|&(draft_ms, ms)| CostLine { draft_ms, target_ms: ms, vanilla_ms: ms }).collect();
         let costs = CostModel::lines(&batches, &lines).unwrap();
-        let mut planner = SpeculationPlanner::new(ROWS, k, costs, catch_up_ms).unwrap();
+        let mut planner = SpeculationPlanner::new(ROWS, k, costs.clone(), catch_up_ms).unwrap();
+        if has_lora_costs {
+            planner = planner.with_lora_costs(costs);
+        }
         let mut twin = planner.clone();
         let (mut in_flight, mut of_twin) = (VecDeque::new(), VecDeque::new());
         for op in &ops {
@@ -105,8 +110,8 @@ proptest! {
             prop_assert_eq!(&answer, &apply(&mut twin, op, &mut of_twin));
             prop_assert!(planner.conditional_acceptance().iter().all(|chance| (0.0..=1.0).contains(chance)));
             for batch in 1..=ROWS {
-                for k in 0..=k {
-                    let ms = planner.costs().ms(batch, k);
+                for (k, has_lora) in (0..=k).flat_map(|k| [(k, false), (k, true)]) {
+                    let ms = planner.costs(has_lora).ms(batch, k);
                     prop_assert!(ms.is_finite() && ms > 0.0, "{ms} ms of batch {batch} at K = {k}");
                 }
             }

@@ -50,9 +50,9 @@ impl LoraPart {
 /// Parts that an adapter adds to the projections of a layer.
 #[derive(Default)]
 pub struct LoraLayer {
-    /// Parts of the projection of q, k and v.
+    /// Parts of the projection of q, k and v, or of the input projection of a layer with a state.
     pub qkv: Vec<LoraPart>,
-    /// Parts of the output projection of attention.
+    /// Parts of the output projection of attention, or of a layer with a state.
     pub o: Vec<LoraPart>,
     /// Parts of the gate and up projection of an MLP.
     pub gate_up: Vec<LoraPart>,
@@ -128,14 +128,10 @@ impl Lora {
     /// Makes an adapter for these weights.
     ///
     /// # Errors
-    /// If the number of layers differs, a part does not match its projection, a part is for experts, or the model has
-    /// layers with states.
+    /// If the number of layers differs, a part does not match its projection, or a part is for experts.
     pub fn new(weights: &Weights, layers: Vec<LoraLayer>) -> Result<Self> {
         if layers.len() != weights.layers.len() {
             return Err(Error::invalid("layers", layers.len(), weights.layers.len().to_string()));
-        }
-        if weights.states.is_some() {
-            return Err(Error::invalid("layers", "an adapter", "none for a model whose layers have states"));
         }
         for (i, (own, layer)) in layers.iter().zip(&weights.layers).enumerate() {
             own.check(i, layer)?;

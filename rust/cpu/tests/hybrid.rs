@@ -336,7 +336,7 @@ fn a_snapshot_of_another_model_is_rejected() {
 
 fn small() -> (Arc<Weights>, Decoder, KvCache) {
     let weights = weights(NETS[0], 1);
-    let decoder = Decoder::new(Arc::clone(&weights), Arc::new(Pool::new(1).unwrap())).unwrap();
+    let decoder = Decoder::new(Arc::clone(&weights), Arc::new(Pool::new(1).unwrap()));
     (weights, decoder, cache(2))
 }
 
@@ -377,7 +377,7 @@ fn memory_of_states_grows_with_the_rows_that_are_used() {
 #[test]
 fn a_convolution_s_state_is_its_earlier_inputs() {
     let weights = weights(NETS[4], 1);
-    let mut decoder = Decoder::new(weights, Arc::new(Pool::new(1).unwrap())).unwrap();
+    let mut decoder = Decoder::new(weights, Arc::new(Pool::new(1).unwrap()));
     let mut kv = cache(1);
     feed(&mut decoder, &mut kv, &[(0, Some(0), 1)], false).unwrap();
     // Two layers, and two blocks of 32 channels.

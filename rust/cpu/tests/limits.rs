@@ -216,7 +216,7 @@ fn wrong_input_is_named() {
         assert_eq!(error, format!("threads={threads}: must be from 1 to 256"));
     }
     let error = Isa::by_name("mmx").unwrap_err().to_string();
-    assert!(error.starts_with("isa=mmx: must be one of ") && error.ends_with("portable"), "{error}");
+    assert!(error.starts_with("instructions=mmx: must be one of ") && error.ends_with("portable"), "{error}");
 }
 
 #[test]

@@ -40,7 +40,7 @@ fn pools_leave_no_thread_and_forks_get_an_error() {
     let before = threads();
     for i in 0..1000 {
         let pool = Arc::new(Pool::new(1 + i % 4).unwrap());
-        let mut decoder = Decoder::new(Arc::clone(&weights), Arc::clone(&pool)).unwrap();
+        let mut decoder = Decoder::new(Arc::clone(&weights), Arc::clone(&pool));
         assert!(threads() >= before + i % 4);
         // Dropped at work, and without ever having worked.
         if i % 3 > 0 {
@@ -52,7 +52,7 @@ fn pools_leave_no_thread_and_forks_get_an_error() {
     assert!((0..100_000).any(|_| threads() == before), "{} threads, {before} before", threads());
 
     for count in [1, 3] {
-        let mut decoder = Decoder::new(Arc::clone(&weights), Arc::new(Pool::new(count).unwrap())).unwrap();
+        let mut decoder = Decoder::new(Arc::clone(&weights), Arc::new(Pool::new(count).unwrap()));
         let mut host = Host::new(&model, 1, 4, 4, 1);
         let logits = host.logits(&mut decoder, &[(0, Some(0), 3)]);
         let works = in_child(|| {
@@ -68,7 +68,7 @@ fn pools_leave_no_thread_and_forks_get_an_error() {
             drop(decoder);
             true
         }));
-        let mut decoder = Decoder::new(Arc::clone(&weights), Arc::new(Pool::new(count).unwrap())).unwrap();
+        let mut decoder = Decoder::new(Arc::clone(&weights), Arc::new(Pool::new(count).unwrap()));
         assert_eq!(host.logits(&mut decoder, &[(0, Some(0), 3)]), logits);
     }
 }

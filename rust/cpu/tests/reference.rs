@@ -191,7 +191,7 @@ fn vectors_of_every_length_are_the_reference() {
 #[test]
 fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
     let model = Model::random(SHAPE, 2, MISTRAL, 11);
-    let mut decoder = Decoder::new(model.weights(), Arc::new(Pool::new(1).unwrap())).unwrap();
+    let mut decoder = Decoder::new(model.weights(), Arc::new(Pool::new(1).unwrap()));
     let mut kv = model.kv_cache(4, 5);
     let (positions, seqs): (Vec<i64>, Vec<usize>) = ((0..12).collect(), vec![0; 12]);
     let tokens: Vec<i64> = (0..12).map(|i| i * 7 % 97).collect();
@@ -235,7 +235,7 @@ fn a_closed_pool_runs_no_pass() {
     let model = Model::random(SHAPE, 1, MISTRAL, 11);
     for threads in [1, 2] {
         let pool = Arc::new(Pool::new(threads).unwrap());
-        let mut decoder = Decoder::new(model.weights(), Arc::clone(&pool)).unwrap();
+        let mut decoder = Decoder::new(model.weights(), Arc::clone(&pool));
         let mut kv = model.kv_cache(4, 5);
         let (row, slots) = ([1], [0]);
         let pass = Pass {

@@ -24,7 +24,7 @@ fn tiny_passes_are_the_same_by_one_thread_and_by_several() {
         let model = Model::random(shape, 1, kind, 3);
         let mut first = None;
         for threads in 1..=most {
-            let mut decoder = Decoder::new(model.weights(), Arc::new(Pool::new(threads).unwrap())).unwrap();
+            let mut decoder = Decoder::new(model.weights(), Arc::new(Pool::new(threads).unwrap()));
             let mut host = Host::new(&model, 2, 5, 2, 3);
             let rows = [(1, Some(0), 3), (1, Some(1), 4), (0, None, 1), (0, Some(0), 9)];
             let mut logits = host.logits(&mut decoder, &rows).concat();

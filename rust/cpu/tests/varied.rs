@@ -413,7 +413,7 @@ fn a_cache_of_other_heads_is_rejected() {
     let mut other = kinds();
     other[2].0.num_kv_heads = 2;
     let weights = Arc::new(made(&kinds(), |_, _| ()).unwrap());
-    let mut decoder = Decoder::new(weights, Arc::new(Pool::new(1).unwrap())).unwrap();
+    let mut decoder = Decoder::new(weights, Arc::new(Pool::new(1).unwrap()));
     let (mut kv, table) = (cache(&other), [0]);
     let pass = Pass {
         tokens: &[1],

@@ -9,7 +9,7 @@ use crate::lora::{GivenAdapters, by_row};
 use crate::mutex::lock;
 use numpy::{Ix1, Ix2, Ix3, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use specrs_cpu::{Decoder, Entries, HeadStates, Output, Pass, Rounding, Tiles, guarded};
+use specrs_cpu::{Decoder, Entries, HeadStates, Output, Pass, Rounding, guarded};
 use std::sync::{Arc, Mutex};
 
 /// Decoder that runs the passes of a model.
@@ -27,11 +27,11 @@ impl CpuDecoder {
         activations: &str,
         prompt_tiles: bool,
     ) -> PyResult<Self> {
-        let made = Decoder::new(Arc::clone(&weights.0), Arc::clone(&pool.0));
+        let made = Decoder::with_isa(Arc::clone(&weights.0), Arc::clone(&pool.pool), pool.isa);
         let made = match activations {
-            "auto" | "int16" | "fp32" => made,
-            "int8" => made.map(|decoder| decoder.with_rounding(Rounding::Int8)),
-            "bf16" => made.and_then(Decoder::with_bf16_rows),
+            "auto" | "int16" | "fp32" => Ok(made),
+            "int8" => Ok(made.with_rounding(Rounding::Int8)),
+            "bf16" => made.with_bf16_rows(),
             _ => {
                 let (value, allowed) = (format!("{activations:?}"), "'auto', 'int16', 'int8', 'fp32' or 'bf16'");
                 return Err(Class::InvalidConfig.out_of_range(py, "activations", value, allowed));
@@ -41,9 +41,9 @@ impl CpuDecoder {
         if !prompt_tiles {
             return Ok(Self(Mutex::new(decoder)));
         }
-        let Some(tiles) = Tiles::detect() else {
+        let Some(tiles) = pool.isa.tiles() else {
             let allowed = "False on this machine, which has no AMX tiles of bf16 numbers, or whose system does not let \
-                           this process use them";
+                           this process use them, or where the pool is limited to other instructions";
             return Err(Class::InvalidConfig.out_of_range(py, "prompt_tiles", "True", allowed));
         };
         Ok(Self(Mutex::new(decoder.with_prompt_tiles(tiles))))

@@ -19,20 +19,23 @@ impl SpeculationPlanner {
 #[pymethods]
 impl SpeculationPlanner {
     #[new]
-    #[pyo3(signature = (*, max_num_seqs, num_speculative_tokens, costs, catch_up_ms = 0.0))]
+    #[pyo3(signature = (*, max_num_seqs, num_speculative_tokens, costs, catch_up_ms = 0.0, lora_costs = None))]
     fn new(
         py: Python<'_>,
         max_num_seqs: i64,
         num_speculative_tokens: i64,
         costs: &CostModel,
         catch_up_ms: f64,
+        lora_costs: Option<&CostModel>,
     ) -> PyResult<Self> {
         let rows = size(py, Class::InvalidConfig, "max_num_seqs", max_num_seqs)?;
         let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
         let costs = costs.model(py).clone();
-        specrs_core::SpeculationPlanner::new(rows, k, costs, catch_up_ms)
-            .map(|planner| Self(Mutex::new(planner)))
-            .or_raise(py)
+        let mut planner = specrs_core::SpeculationPlanner::new(rows, k, costs, catch_up_ms).or_raise(py)?;
+        if let Some(costs) = lora_costs {
+            planner = planner.with_lora_costs(costs.model(py).clone());
+        }
+        Ok(Self(Mutex::new(planner)))
     }
 
     #[getter]
@@ -45,17 +48,19 @@ impl SpeculationPlanner {
         self.planner(py).num_speculative_tokens()
     }
 
-    fn costs(&self, py: Python<'_>) -> CostModel {
-        CostModel::from_core(self.planner(py).costs().clone())
+    #[pyo3(signature = (*, has_lora = false))]
+    fn costs(&self, py: Python<'_>, has_lora: bool) -> CostModel {
+        CostModel::from_core(self.planner(py).costs(has_lora).clone())
     }
 
     fn conditional_acceptance(&self, py: Python<'_>) -> Vec<f64> {
         self.planner(py).conditional_acceptance().to_vec()
     }
 
-    fn reset(&self, py: Python<'_>, row: i64) -> PyResult<()> {
+    #[pyo3(signature = (row, *, has_lora = false))]
+    fn reset(&self, py: Python<'_>, row: i64, has_lora: bool) -> PyResult<()> {
         let row = size(py, Class::InvalidBuffer, "rows", row)?;
-        self.planner(py).reset(row).or_raise(py)
+        self.planner(py).reset(row, has_lora).or_raise(py)
     }
 
     fn decide(

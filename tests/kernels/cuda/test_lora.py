@@ -43,7 +43,7 @@ def test_slots_of_rows(lengths: list[int], first: int, padding: int, seed: int) 
     positions = torch.randint(-1, 3, (rows,), generator=generator)
     q_start = torch.tensor([0, *lengths]).cumsum(0)
     device_rows = torch.randint(0, 9, (len(lengths),), generator=generator)
-    of_row = torch.randint(-1, 4, (9,), generator=generator, dtype=torch.int32)
+    of_row = torch.randint(-1, 4, (10,), generator=generator, dtype=torch.int32)
     out, expected = (torch.full((rows,), 77, dtype=torch.int32) for _ in range(2))
     adapter_slots(positions, q_start, device_rows, of_row, out, first, False)
     adapter_slots_reference(positions, q_start, device_rows, of_row, expected, first)
@@ -80,7 +80,7 @@ def in_dtype(x: Tensor, adapters: Slots, slots: Tensor, out: Tensor, scale: Tens
 @given(
     rows=st.sampled_from([1, 3, 17, 64, 70]),
     k=st.sampled_from([24, 130, 256, 520, 1100]),
-    parts=st.sampled_from([(40,), (17, 3), (70, 20, 20), (64, 64, 1)]),
+    parts=st.sampled_from([(40,), (17, 3), (70, 20, 20), (64, 64, 1), (70, 17, 3, 20)]),
     rank=st.sampled_from([1, 4, 16, 33, 130]),
     count=st.integers(1, 3),
     dtype=st.sampled_from([torch.float32, torch.float16]),

@@ -33,6 +33,7 @@ from specrs.drafters.host import OnHost
 from specrs.drafters.mtp.reader import MtpFiles
 from specrs.engine_options import BATCHED_TOKENS
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
+from specrs.instruction_sets import start_pool
 from specrs.models.base import Model
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
@@ -162,7 +163,7 @@ def _on_own_pool(weights: Weights, models: Sequence[NativeDecoder], config: Engi
     Raises UnsupportedConfigError for settings that the machine or the weights do not allow.
     """
     try:
-        pool = CpuPool(choose_threads(config, models))
+        pool = start_pool(choose_threads(config, models))
         return pool, _on_pool(weights, pool, config)
     except InvalidBufferError as fault:
         # Everything else was checked when the weights were loaded.

@@ -76,7 +76,7 @@ class CpuRunner:
         """True: every model of a CPU returns the hidden states of requests with pooling."""
         return True
 
-    def step_costs(self, *, on_host: bool) -> CostModel | None:
+    def step_costs(self, *, on_host: bool, has_lora: bool = False) -> CostModel | None:
         """Return None: only steps of requests tell what steps cost."""
         return None
 

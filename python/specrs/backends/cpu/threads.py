@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from specrs.config import EngineConfig
-from specrs.core import CpuPool
 from specrs.errors import InvalidConfigError, check_int
+from specrs.instruction_sets import start_pool
 from specrs.models.native_decoder import NativeDecoder
 from specrs.parallel.start import ranks_here
 
@@ -59,7 +59,7 @@ def pass_seconds(model: NativeDecoder, threads: int, *, activations: str = "auto
     This is the least of five passes after one that warms up. The pass feeds token 0 at position 0, with a block of its
     own in each KV group. The threads end before this returns.
     """
-    pool = CpuPool(threads)
+    pool = start_pool(threads)
     try:
         measured = model.on_pool(pool, activations=activations)
         groups = 1 if model.kv_groups is None else len(model.kv_groups.windows)

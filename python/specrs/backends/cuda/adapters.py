@@ -6,8 +6,9 @@ whose programs exit immediately.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ from specrs.transfer import to_device
 
 FUSED = ("qkv", "gate_up")
 """Projections whose outputs are normed, rotated or activated in the kernel that makes them."""
+OF_NETS = {"net": "qkv", "net_o": "o"}
+"""Name in `LayerWeights` of a delta net's projection, by the name of its product."""
 
 
 def projections(c: ModelConfig) -> list[dict[str, list[Place]]]:
@@ -54,7 +57,8 @@ class AdapterSlots:
     layers: Sequence[Mapping[str, Slots]]
     """For each layer, the slots of its projections, by name in `LayerWeights`."""
     of_row: Tensor
-    """[R + 1] int32, slot of each state row; -1: the row has no adapter. The last element is the padding row's."""
+    """[R + 1] int32, slot of each state row; -1: the row has no adapter. The last element is that of all rows of no
+    request."""
     rows: Tensor
     """[max_rows] int32, slot of each row of the pass."""
     shrunk: Tensor
@@ -158,9 +162,9 @@ class LayerAdapters:
         return LayerAdapters(self.buffers, self.projections, self.rows[first:end], self.dependent)
 
     def added(self, name: str, x: Tensor, norm: tuple[Tensor, float] | None = None) -> Added | None:
-        """Return what adapters add to the outputs of projection `name` for up to 64 rows x, in a buffer. `norm`:
+        """Return what adapters add to the outputs of the product `name` for up to 64 rows x, in a buffer. `norm`:
         squares and eps of the projection's `Product`. Returns None if no adapter can change this projection."""
-        slots = self.projections.get(name)
+        slots = self._slots(name)
         if slots is None:
             return None
         rows, outputs = len(x), slots.b.shape[1]
@@ -169,13 +173,16 @@ class LayerAdapters:
         return Added(values, self.rows)
 
     def add_(self, name: str, x: Tensor, out: Tensor, multiplier: float = 1.0) -> None:
-        """Compute what adapters add to the outputs of projection `name` for the rows x, and add it, times `multiplier`,
-        to `out`. Mutates `out`."""
-        slots = self.projections.get(name)
+        """Compute what adapters add to the outputs of the product `name` for the rows x. Add it, times `multiplier`, to
+        `out`. Mutates `out`."""
+        slots = self._slots(name)
         if slots is None:
             return
         y = self._shrink(slots, x)
         lora_expand(y, slots, self.rows, out, self.dependent, accumulate=True, multiplier=multiplier)
+
+    def _slots(self, name: str) -> Slots | None:
+        return self.projections.get(OF_NETS.get(name, name))
 
     def _shrink(self, slots: Slots, x: Tensor) -> Tensor:
         shape = num_splits(*x.shape), len(x), slots.a.shape[1]
@@ -218,6 +225,16 @@ class Adapters:
             self._of_row = of_row
             self.slots.of_row.copy_(to_device(torch.from_numpy(of_row.copy()), self.slots.of_row.device))
         return bool(needed)
+
+    @contextlib.contextmanager
+    def in_all_rows(self) -> Iterator[None]:
+        """Let rows of no request have the adapter of slot 0 in the context, so that replays without requests compute
+        what an adapter adds."""
+        self.slots.of_row[-1] = 0
+        try:
+            yield
+        finally:
+            self.slots.of_row[-1] = -1
 
     def _free(self, needed: Sequence[int]) -> int:
         """Return a slot without an adapter. If there is none, take the slot of the adapter that was used longest ago.

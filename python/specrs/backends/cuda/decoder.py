@@ -27,6 +27,7 @@ from specrs.backends.cuda.products import product, stored, write_argmax, write_l
 from specrs.backends.cuda.stream import Stream, stream_of
 from specrs.backends.cuda.workspace import (
     Workspace,
+    can_fuse_more,
     fuses_draft,
     layer_shapes,
     layer_sizes,
@@ -144,15 +145,26 @@ class CudaDecoder(TorchFacts):
     def for_draft(self) -> CudaDecoder:
         """Return the decoder with buffers for fused passes of up to 128 rows, if a draft model like this may have them;
         otherwise `self`."""
-        if self.ranks is not None or not fuses_draft(self.config, _shapes_of(self.weights), self.workspace.limits):
+        shapes, ws = _shapes_of(self.weights), self.workspace
+        if ws.fuses_more or self.ranks is not None or not fuses_draft(self.config, shapes, ws.limits):
             return self
-        return dataclasses.replace(self, workspace=self.workspace.for_draft(self.config, _shapes_of(self.weights)))
+        return dataclasses.replace(self, workspace=ws.fusing_more(self.config, shapes))
+
+    def with_own_products(self) -> CudaDecoder:
+        """Return the decoder with buffers for fused passes of up to 128 rows, if the table of products names our kernel
+        for all of its products with so many rows; otherwise `self`."""
+        shapes, ws = _shapes_of(self.weights), self.workspace
+        own = ws.providers.are_own(shape for every in shapes.values() for shape in every)
+        if self.ranks is not None or not own or not can_fuse_more(self.config, shapes, ws.limits):
+            return self
+        return dataclasses.replace(self, workspace=ws.fusing_more(self.config, shapes))
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache`, and the requests' states, and returns
         views of the workspace.
 
-        Up to 64 rows, of a draft up to 128, use fused products; more use cuBLAS. `hidden_layers` are the layers whose
+        Up to 64 rows use fused products, and up to 128 of a small draft and where the table of products says so; more
+        use `wide_product`. `hidden_layers` are the layers whose
         inputs are returned with the final states, or the number of layers + 1 alone for the final states themselves.
         """
         ws, weights, rows = self.workspace, self.weights, inputs.input_ids.shape[0]
@@ -210,7 +222,7 @@ class CudaDecoder(TorchFacts):
             entries = [] if kept is None else [kept[:, at] for at, layer in enumerate(hidden_layers) if layer == i]
             own = None if adapters is None else adapters.layer(i)
             if nets is not None and c.has_state(i):
-                self._net(stream, nets, norms[i], w, num_nets, entries)
+                self._net(stream, nets, norms[i], w, num_nets, entries, own)
                 num_nets += 1
             else:
                 self._attention(stream, attend, norms[i], w, caches[i], i, entries, own)
@@ -271,16 +283,17 @@ class CudaDecoder(TorchFacts):
         w: TorchLayer,
         index: int,
         entries: Sequence[Tensor],
+        adapters: LayerAdapters | None,
     ) -> None:
         """Add the output of delta net or short convolution number `index` to the stream. Copies the stream at the
-        layer's input into each of `entries` `[N, hidden]`."""
+        layer's input into each of `entries` `[N, hidden]`. `adapters` are the layer's LoRA adapters."""
         ws, rows = self.workspace, nets.rows
         projected, netted = ws.projection(rows, w.qkv.shape[0]), ws.netted[:rows]
-        stream.normed_product("net", norm, w.qkv, projected)
+        stream.normed_product("net", norm, w.qkv, projected, adapters=adapters)
         for entry in entries:
             entry.copy_(ws.hidden[:rows])
         nets(index, w.conv if w.delta is None else w.delta, projected, netted)
-        stream.add_product("net_o", netted, w.o, w.post_attention_norm, w.attention_output_norm)
+        stream.add_product("net_o", netted, w.o, w.post_attention_norm, w.attention_output_norm, adapters)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits of final hidden states `[L, hidden]`, fp32. With `out` `[L, ids]`, write those of the first
@@ -335,7 +348,7 @@ def with_buffers(
         model.weights, max_rows, max_seqs, num_hidden_layers, model.kv_groups, model.ranks, num_drafts, num_snapshots
     )
     if loras is None:
-        return made
+        return made.with_own_products()
     adapters = AdapterSlots.allocate(
         made.config,
         max_loras=loras[0],

@@ -12,20 +12,24 @@ from specrs.backends.cuda.adapters import slots_bytes
 from specrs.backends.cuda.decoder import check_head_dim
 from specrs.backends.cuda.delta_states import check_net
 from specrs.backends.cuda.device import CUDA_DTYPES
+from specrs.backends.cuda.weight_bytes import Layouts, weight_bytes
 from specrs.backends.cuda.workspace import layer_sizes
 from specrs.backends.model_source import ModelSource, draft_ranks, draft_source, drafts_by_model, drafts_by_own_head
 from specrs.config import EngineConfig
+from specrs.drafters.eagle3 import EAGLE3
+from specrs.drafters.eagle3.config import head_layer
 from specrs.drafters.mtp.reader import head_config, mtp_shapes
 from specrs.errors import InvalidConfigError, invalid
-from specrs.models.checkpoint import resolve_folder
+from specrs.models.checkpoint import read_json, resolve_folder
 from specrs.models.config import ModelConfig
-from specrs.models.errors import OF_DRAFT, OF_TARGET, about
-from specrs.models.loader import load_config, open_checkpoint, resolve_dtype, stored_config
-from specrs.models.quantization.at_load import PROJECTIONS, bits_at_load
+from specrs.models.errors import OF_DRAFT, OF_TARGET, about, of_folder
+from specrs.models.loader import open_checkpoint, resolve_dtype, stored_config
+from specrs.models.quantization.at_load import PROJECTIONS, coding_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
 from specrs.models.shards import Shard
-from specrs.models.tensors import LM_HEAD, tensor_shapes
+from specrs.models.tensors import optional_shapes, tensor_shapes
+from specrs.models.torch_arrays import TORCH_DTYPES
 from specrs.parallel.ranks import Ranks
 
 
@@ -41,23 +45,29 @@ def check_formats(config: EngineConfig) -> None:
 
 
 def check_models(config: EngineConfig, device: str) -> None:
-    """Raise UnsupportedModelError or UnsupportedConfigError for a target or draft model that the GPU's kernels do
-    not serve. Reads configurations."""
+    """Raise UnsupportedModelError or UnsupportedConfigError for a target, draft model or EAGLE-3 head that the GPU's
+    kernels do not serve. Reads configurations."""
     with about(*OF_TARGET):
         dtype = _check_model(ModelSource.of_target(config), device)
-    if drafts_by_model(config) and draft_source(config) is not None:
-        with about(*OF_DRAFT):
+    draft, speculative = draft_source(config), config.speculative_config
+    if draft is None or speculative is None:
+        return
+    with about(*OF_DRAFT):
+        if drafts_by_model(config):
             _check_model(ModelSource.of_draft(config, str(dtype)), device)
+        elif speculative.model_method is EAGLE3:
+            folder = resolve_folder(*draft, weights=False)
+            with of_folder(folder):
+                check_head_dim(head_layer(read_json(folder / "config.json")).head_dim, torch.device(device))
 
 
 def _check_model(source: ModelSource, device: str) -> np.dtype[Any]:
     """Raise an error for a model that the kernels do not serve. Return the dtype of its activations."""
     types = source.types(CUDA_DTYPES)
-    model = load_config(source.path, revision=source.revision)
-    for sizes in layer_sizes(model):
+    for sizes in layer_sizes(types.model):
         check_head_dim(sizes.head_dim, torch.device(device))
-    if model.delta is not None:
-        check_net(model.delta, torch.device(device))
+    if types.model.delta is not None:
+        check_net(types.model.delta, torch.device(device))
     return types.dtype
 
 
@@ -83,13 +93,15 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         with about(*(OF_TARGET if field == "model" else OF_DRAFT)):
             model = stored_config(source, revision=revision, load_format=config.load_format)
         dtype = resolve_dtype(config.dtype, model, CUDA_DTYPES) if dtype is None else dtype
-        own = parts[field]
-        shapes = tensor_shapes(model) if own is None else Shard(own.rank, own.size).tensor_shapes(model)
-        sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize
-        for name, bits in _quantized_bits(source, revision, model, quantization, config.load_format).items():
-            sizes[field] -= math.prod(shapes[name]) * (8 * dtype.itemsize - bits) // 8
+        option = "quantization" if field == "model" else "speculative_config.quantization"
+        at_load = resolve_quantization(option, quantization, source, revision, load_format=config.load_format)
+        layouts, own = layouts_of(source, revision, model, at_load, config.load_format), parts[field]
+        shard = None if own is None else Shard(own.rank, own.size)
+        sizes[field] = weight_bytes(model, layouts, TORCH_DTYPES[dtype], shard)
         if field == "model" and has_own_head:
-            sizes["its MTP head"] = sum(map(math.prod, mtp_shapes(head_config(model)).values())) * dtype.itemsize
+            head, own = head_config(model), draft_ranks(config, ranks)
+            held = head if own is None else Shard(own.rank, own.size).of_config(head)
+            sizes["its MTP head"] = sum(map(math.prod, mtp_shapes(held).values())) * dtype.itemsize
         if field == "model" and config.enable_lora:
             itemsize, loras = dtype.itemsize, config.max_loras
             sizes[f"max_loras={loras} adapters"] = slots_bytes(model, loras, config.max_lora_rank, itemsize)
@@ -105,28 +117,23 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
         )
 
 
-def _quantized_bits(
-    source: str, revision: str | None, model: ModelConfig, quantization: str | None, load_format: str
-) -> dict[str, int]:
-    """Return the bits per weight of matrices that stay quantized on a GPU, by name. Reads no tensor data.
+def layouts_of(source: str, revision: str | None, model: ModelConfig, at_load: str | None, load_format: str) -> Layouts:
+    """Return the layouts in which a GPU holds a model's quantized matrices. `at_load` is the format to which they are
+    quantized while they are loaded; None: they stay as the checkpoint has them. Reads no tensor data.
 
     Raises CheckpointError if a checkpoint's tensors do not fit its config.json.
     """
-    if load_format == "dummy":
-        return {}
-    made = method_of(source, revision) is None
-    if made and quantization is None:
-        return {}
-    projections = [name for name in tensor_shapes(model) if name.endswith("_proj.weight") or ".experts." in name]
-    projections = [name for name in projections if name.endswith(".weight")]
-    if made:
-        assert quantization is not None
-        names = {name for name in projections if name.endswith(PROJECTIONS)}
-        sizes = {name: shape[1] for name, shape in tensor_shapes(model).items() if name in names}
-        made_bits = {name: bits_at_load(quantization, size) for name, size in sizes.items()}
-        return {name: bits for name, bits in made_bits.items() if bits is not None}
+    matrices = {name: shape for name, shape in tensor_shapes(model).items() if len(shape) == 2}
+    if at_load is not None:
+        sizes = {name: shape[1] for name, shape in matrices.items() if name.endswith(PROJECTIONS)}
+        made = {name: coding_at_load(at_load, size) for name, size in sizes.items()}
+        return Layouts({name: coding for name, coding in made.items() if coding is not None})
+    if load_format == "dummy" or method_of(source, revision) is None:
+        return Layouts()
     checkpoint = open_checkpoint(source, revision, load_format)[1]
     assert isinstance(checkpoint, QuantizedTensors)
-    checkpoint.check(tensor_shapes(model), {LM_HEAD: (model.vocab_size, model.hidden_size)})
-    found = {name: checkpoint.quantized_bits(name) for name in projections if checkpoint.is_quantized(name)}
-    return {name: bits for name, bits in found.items() if bits is not None}
+    checkpoint.check(tensor_shapes(model), optional_shapes(model))
+    quantized = [name for name in matrices if checkpoint.is_quantized(name)]
+    codings = {name: coding for name in quantized if (coding := checkpoint.coding(name)) is not None}
+    groups = {name: group for name in quantized if (group := checkpoint.super_group(name)) is not None}
+    return Layouts(codings, groups)

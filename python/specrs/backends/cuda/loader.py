@@ -26,7 +26,6 @@ from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts, ExpertWeights, SharedWeights
 from specrs.models.experts import Experts
 from specrs.models.quantization.base import QuantizedTensors
-from specrs.models.quantization.grouped import WithMinima
 from specrs.models.quantized import quantized_weight, shard_codes
 from specrs.models.shards import Shard
 from specrs.models.torch_arrays import TORCH_DTYPES
@@ -120,12 +119,9 @@ class QuantizedLoader(Loader):
         biases = torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None
         fused = self._fused([self.quantized(f"{name}.weight") for name in names], biases)
         if fused is None:
-            blocks = [made for name in names if (made := self._super_blocks(name)) is not None]
-            if len(blocks) == len(names):
-                group = min(made.group for made in blocks)
-                wide = [quantized_weight(made.widened(group)) for made in blocks]
-                named = zip(names, wide, strict=True)
-                fused = self._fused([self._own_part(f"{name}.weight", whole) for name, whole in named], biases)
+            groups = [group for name in names if (group := self.super_group(f"{name}.weight")) is not None]
+            if len(groups) == len(names):
+                fused = self._fused([self.widened(f"{name}.weight", min(groups)) for name in names], biases)
         if fused is None:
             return super().linear(names, bias=bias)
         self.num_codes, self.code_bytes = self.num_codes + 1, self.code_bytes + fused.num_bytes
@@ -180,13 +176,20 @@ class QuantizedLoader(Loader):
         parts = [part.to(self.device) for part in quantized if part is not None]
         return fuse(parts, biases) if len(parts) == len(quantized) else None
 
-    def _super_blocks(self, name: str) -> WithMinima | None:
-        weight = f"{name}.weight"
-        return self.codes.super_blocks(weight) if self.codes.is_quantized(weight) else None
-
     def quantized(self, name: str) -> QuantizedWeight | None:
         """Return the part of a quantized weight that this rank holds. None: it has to be dequantized."""
         return self._own_part(name, quantized_weight(self.codes.raw(name)) if self.codes.is_quantized(name) else None)
+
+    def super_group(self, name: str) -> int | None:
+        """Return the number of inputs of a group of a weight in super-blocks. None: it is not in such blocks."""
+        return self.codes.super_group(name) if self.codes.is_quantized(name) else None
+
+    def widened(self, name: str, group: int) -> QuantizedWeight | None:
+        """Return the part of a weight in super-blocks that this rank holds, with codes of 8 bits and groups of `group`
+        inputs. None: it has to be dequantized."""
+        blocks = self.codes.super_blocks(name)
+        assert blocks is not None
+        return self._own_part(name, quantized_weight(blocks.widened(group)))
 
     def _own_part(self, name: str, whole: QuantizedWeight | None) -> QuantizedWeight | None:
         """Return this rank's part of the weight `name`. None if `whole` is None, or if no kernel reads the part."""

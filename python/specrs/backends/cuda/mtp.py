@@ -36,7 +36,7 @@ class CudaMtpHead:
 
     def __init__(self, head: MtpHead, *, max_rows: int, max_seqs: int) -> None:
         """Allocate buffers for passes of at most `max_rows` rows, and argmaxes of at most 17 rows for each of
-        `max_seqs` requests.
+        `max_seqs` requests. The tensor parallel ranks of `head`, if it has some, compute it together.
 
         Raises:
             UnsupportedModelError: the kernels do not serve the head's layer.
@@ -45,7 +45,8 @@ class CudaMtpHead:
         # Its logits are those of the drafted ids alone.
         config = replace(self.weights.config, vocab_size=head.vocab_size)
         h, dtype, device = config.hidden_size, self.weights.dtype, self.weights.device
-        decoder = CudaDecoder.allocate(replace(self.weights.decoder, config=config), max_rows, max_seqs)
+        weights = replace(self.weights.decoder, config=config)
+        decoder = CudaDecoder.allocate(weights, max_rows, max_seqs, ranks=head.ranks)
         workspace = decoder.workspace.with_product("fc", LinearShape(h, 2 * h, dtype))
         self.decoder = replace(decoder, workspace=replace(workspace, dependent=False))
         self.buffers = MtpBuffers(

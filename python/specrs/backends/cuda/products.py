@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specrs.backends.cuda.adapters import LayerAdapters
+from specrs.backends.cuda.providers import CUBLASLT, OWN
 from specrs.backends.cuda.workspace import QUANTIZED_ROWS, Workspace
 from specrs.kernels.cuda.activation import activation_and_mul
 from specrs.kernels.cuda.argmax import argmax
@@ -25,8 +26,9 @@ from specrs.models.decoder_weights import SharedWeights
 
 
 def few_rows(ws: Workspace) -> int:
-    """Return the maximum number of rows of a pass whose products are our kernels. Wider passes use cuBLAS."""
-    return DRAFT_ROWS if ws.fuses_draft else MAX_ROWS
+    """Return the maximum number of rows of a pass whose products are our fused kernels. Wider passes use
+    `wide_product`."""
+    return DRAFT_ROWS if ws.fuses_more else MAX_ROWS
 
 
 def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace, cap: float | None = None) -> None:
@@ -148,7 +150,8 @@ def few_product(ws: Workspace, name: str, x: Tensor, product: Product, out: Tens
 
 
 def wide_product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) -> None:
-    """Write a product of more than `few_rows` rows into `out`, with cuBLAS.
+    """Write a product of more than `few_rows` rows into `out`. Dense weights are multiplied by whom the table of
+    products names, cuBLAS if it has no entry.
 
     Quantized weights with up to 256 rows are read in place, 64 rows at a time. For more rows they are dequantized piece
     by piece into the same memory. If rows are rounded to FP8, FP8 weights are multiplied as FP8 if the device can. A
@@ -171,7 +174,23 @@ def wide_product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) ->
             dequantize(w, first, numbers, ws.dependent)
             _mm(x, numbers, None if w.bias is None else w.bias[part], out[:, part])
         return
-    _mm(x, stored(w), w.bias, out)
+    _dense_product(ws, x, stored(w), w.bias, out)
+
+
+def _dense_product(ws: Workspace, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write the product of x with a dense weight into `out`, by the provider of `ws.providers`. A bias is left to
+    cuBLAS or our kernel."""
+    n, k = weight.shape
+    choice = ws.providers.choice_of(n, k, weight.dtype, x.shape[0])
+    if choice.provider == OWN and (n, k) in ws.own_configs:
+        cut = ws.own_configs[n, k]
+        skinny_linear(x, Product(weight, bias), out, (ws.partials, ws.counters), cut, ws.dependent)
+        return
+    done = False
+    if choice.provider == CUBLASLT and ws.cublaslt is not None and bias is None:
+        done = ws.cublaslt.multiply(x, weight, out, choice)
+    if not done:
+        _mm(x, weight, bias, out)
 
 
 def _scaled_product(ws: Workspace, x: Tensor, w: QuantizedWeight, out: Tensor) -> None:

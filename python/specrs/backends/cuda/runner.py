@@ -13,6 +13,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -122,10 +123,17 @@ class CudaRunner:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._warned = False
 
+    def _work(self, *, has_lora: bool) -> Work:
+        """Return the work of steps in which a sequence has a LoRA adapter, or of steps in which none has."""
+        return self.adapted if has_lora or self.plain is None else self.plain
+
     def _use(self, work: Work) -> None:
         """Let the following steps run `work`."""
         self.ctx, self.graphs = work.ctx, work.graphs
         self._chunks = ChunkPasses(work.ctx, self.buckets, work.graphs)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @property
     def drafter(self) -> DrafterCounts | None:
@@ -143,25 +151,27 @@ class CudaRunner:
         return False
 
     @torch.inference_mode()
-    def step_costs(self, *, on_host: bool) -> CostModel | None:
-        """Return the milliseconds of steps by batch and K, from replays without sequences. None without graphs. Clears
-        the device's record."""
-        self.ctx.record.views["header"].zero_()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return replayed_costs(self.buckets, self.graphs, self._replay_ms, on_host=on_host)
+    def step_costs(self, *, on_host: bool, has_lora: bool = False) -> CostModel | None:
+        """Return the milliseconds of steps by batch and K, from replays without sequences. With `has_lora`, all rows of
+        these have the adapter of slot 0. None without graphs, or without adapters. Clears the device's record."""
+        if has_lora and self.loras is None:
+            return None
+        graphs = self._work(has_lora=has_lora).graphs
+        adapted = self.loras.in_all_rows() if has_lora and self.loras is not None else contextlib.nullcontext()
+        with self._on_stream(), adapted:
+            self.ctx.record.views["header"].zero_()
+            return replayed_costs(self.buckets, graphs, partial(self._replay_ms, graphs), on_host=on_host)
 
-    def _replay_ms(self, shape: Shape) -> float:
-        """Return the milliseconds of one replay. Waits for it."""
+    def _replay_ms(self, graphs: Graphs | Uncaptured, shape: Shape) -> float:
+        """Return the milliseconds of one replay on the current stream. Waits for it."""
         if self._stream is None:
             began = time.perf_counter()
-            self.graphs.replay(shape)
+            graphs.replay(shape)
             return 1e3 * (time.perf_counter() - began)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            start.record()
-            self.graphs.replay(shape)
-            end.record()
+        start.record()
+        graphs.replay(shape)
+        end.record()
         end.synchronize()
         return float(start.elapsed_time(end))
 
@@ -177,10 +187,9 @@ class CudaRunner:
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
         slot.draft_fault = None
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._on_stream():
             if self.loras is not None:
-                has_adapters = self.loras.begin_step(slot.views, header)
-                self._use(self.adapted if has_adapters or self.plain is None else self.plain)
+                self._use(self._work(has_lora=self.loras.begin_step(slot.views, header)))
             ctx = self.ctx
             used = min(header.used_len, len(ctx.record.record))  # the host alone reads constraints, which come last
             ctx.record.record[:used].copy_(slot.pinned_record[:used], non_blocking=True)

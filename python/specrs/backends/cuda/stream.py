@@ -92,7 +92,7 @@ def stream_of(hidden: Tensor, positions: Tensor, ws: Workspace, c: ModelConfig, 
     """Return the residual stream of a pass, starting with `hidden` `[N, hidden]`, a view of the workspace, at
     `positions` `[N]`.
 
-    A `FusedStream` serves passes of up to 64 rows, of a draft up to 128, on one rank. Models with experts, or with
+    A `FusedStream` serves passes of up to `few_rows` rows on one rank. Models with experts, or with
     norms that do not stand before their blocks, use a `PlainStream`, as all other passes do. With several `ranks`, each
     holds a part of the weights and the whole stream.
     """

@@ -10,7 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from specrs.backends.cuda.cublaslt import CublasLt
 from specrs.backends.cuda.experts import ExpertBuffers
+from specrs.backends.cuda.providers import OWN, OWN_BUCKETS, Providers
 from specrs.backends.cuda.shapes import CHUNK_SEQS, MAX_CAPTURED_ROWS, MERGED_CHUNKS
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._heads import WIDTHS
@@ -35,7 +37,8 @@ _NUMBERS_BYTES = 64 * 2**20
 _FAR = 1 << 24
 """A number of positions larger than any request has."""
 _DRAFT_FEATURES = 2048
-"""Maximum features of a draft's stream for fused products of more than `MAX_ROWS` rows."""
+"""Maximum features of a draft's stream for fused products of more than `MAX_ROWS` rows, unless the table of products
+names our kernel."""
 _LOGITS_ROWS = 256
 """Maximum number of rows whose logits exist at the same time when an argmax follows the LM head of more than `MAX_ROWS`
 rows."""
@@ -69,18 +72,21 @@ def fused_heads(config: ModelConfig, dtype: torch.dtype, limits: DeviceLimits) -
 
 
 def fuses_draft(config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]], limits: DeviceLimits) -> bool:
-    """Return whether passes of a draft model with up to `DRAFT_ROWS` rows use our fused products.
+    """Return whether passes of a draft model with up to `DRAFT_ROWS` rows use our fused products: `can_fuse_more`, and
+    a stream of at most 2,048 features. With wider streams cuBLAS may be faster, which the table of products says."""
+    small = not limits.capability or config.hidden_size <= _DRAFT_FEATURES
+    return small and can_fuse_more(config, shapes, limits)
 
-    Tiles of that many rows need 16-bit numbers and the shared memory of sm_90 or sm_100, and a stream of at most 2,048
-    features. Wider ones have more sums of squares than registers hold.
-    """
+
+def can_fuse_more(config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]], limits: DeviceLimits) -> bool:
+    """Return whether our fused products serve passes of up to `DRAFT_ROWS` rows of a model. Tiles of that many rows
+    need 16-bit numbers and the shared memory of sm_90 or sm_100."""
     every = [shape for kinds in shapes.values() for shape in kinds]
     if config.experts is not None or config.norms != "before" or any(shape.coding is not None for shape in every):
         return False
     if not limits.capability:  # the interpreter
         return True
-    in_16_bits = all(shape.dtype != torch.float32 for shape in every)
-    return in_16_bits and 90 <= limits.capability < 120 and config.hidden_size <= _DRAFT_FEATURES
+    return all(shape.dtype != torch.float32 for shape in every) and 90 <= limits.capability < 120
 
 
 def linear_shapes(
@@ -134,6 +140,18 @@ def layer_shapes(
             "layer_projection": [LinearShape(h, embedding.size, dtype)],
         }
     return {name: list(dict.fromkeys(every)) for name, every in made.items()}
+
+
+def _own_configs(
+    providers: Providers, shapes: Mapping[str, Sequence[LinearShape]], limits: DeviceLimits
+) -> dict[tuple[int, int], LinearConfig]:
+    """Return the tilings for `Workspace.own_configs`: of dense products for which `providers` name our kernel."""
+    found = {}
+    for shape in (shape for every in shapes.values() for shape in every if shape.coding is None):
+        n, k = shape.n * shape.sides, shape.k
+        if any(providers.choice_of(n, k, shape.dtype, rows).provider == OWN for rows in OWN_BUCKETS):
+            found[n, k] = linear_config(LinearShape(n, k, shape.dtype), DRAFT_ROWS, limits)
+    return found
 
 
 def logits_rows(max_seqs: int) -> int:
@@ -210,11 +228,11 @@ class Workspace:
     hidden: Tensor
     """[max_rows, hidden], the residual stream."""
     weighted: Tensor
-    """[min(max_rows, 64), hidden], of a draft [min(max_rows, 128), hidden]: the stream times the weight of its next
-    norm."""
+    """[min(max_rows, 64), hidden], with `fuses_more` [min(max_rows, 128), hidden]: the stream times the weight of its
+    next norm."""
     squares: Tensor
-    """[tiles, 64] fp32, of a draft [tiles, 128]: sums of squares of the stream, by tile of the product that last added
-    to it."""
+    """[tiles, 64] fp32, with `fuses_more` [tiles, 128]: sums of squares of the stream, by tile of the product that last
+    added to it."""
     normed: Tensor
     """[max_rows, hidden], the normed stream. Passes return a view of it."""
     delta: Tensor
@@ -280,8 +298,15 @@ class Workspace:
     limits: DeviceLimits
     dependent: bool
     """True if kernels are launched dependently: each starts while the one before it ends."""
-    fuses_draft: bool
-    """True if passes of up to 128 rows use our fused products, as those of a draft model may. False: of up to 64."""
+    fuses_more: bool
+    """True if passes of up to 128 rows use our fused products. False: of up to 64."""
+    providers: Providers
+    """Who computes dense products of 65 to 2,048 rows that are not fused."""
+    cublaslt: CublasLt | None
+    """Products by cuBLASLt. None: `providers` name none, or nvmath-python is not installed."""
+    own_configs: Mapping[tuple[int, int], list[int]]
+    """Fields of the `LinearConfig` of our kernel for 65 to 128 rows, by shape of the weight, where `providers` name
+    it."""
 
     @classmethod
     def allocate(
@@ -309,6 +334,11 @@ class Workspace:
         configs: dict[tuple[str, Coding | None, int], LinearConfig] = {}
         sized: dict[tuple[str, Coding | None, int, int, int], list[int]] = {}
         partials, stats, counters = _attention_scratch(config, max_seqs, dtype, limits)
+        providers = Providers.of(limits.name)
+        own = _own_configs(providers, shapes, limits)
+        for (n, _), cut in own.items():
+            sizes = scratch_sizes(cut, DRAFT_ROWS, n=n)
+            partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
         for name, shape, m in ((n, s, m) for n, every in shapes.items() for s in every for m in widths):
             cut = linear_config(shape, m, limits)
             configs.setdefault((name, shape.coding, m), cut)
@@ -371,11 +401,14 @@ class Workspace:
             experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits),
             limits=limits,
             dependent=limits.capability >= 90 if dependent is None else dependent,
-            fuses_draft=False,
+            fuses_more=False,
+            providers=providers,
+            cublaslt=CublasLt.load(device) if providers.need_cublaslt else None,
+            own_configs={size: cut.as_list() for size, cut in own.items()},
         )
 
-    def for_draft(self, config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]]) -> Workspace:
-        """Return the workspace with buffers for fused products of up to `DRAFT_ROWS` rows, for which `fuses_draft` is
+    def fusing_more(self, config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]]) -> Workspace:
+        """Return the workspace with buffers for fused products of up to `DRAFT_ROWS` rows, for which `can_fuse_more` is
         True."""
         configs, partials, counters = dict(self.configs), self.partials.numel(), self.counters.numel()
         for name, shape in ((name, shape) for name, every in shapes.items() for shape in every):
@@ -399,7 +432,7 @@ class Workspace:
             partials=buffer(partials, like=self.partials),
             counters=buffer(counters, like=self.counters),
             configs=configs,
-            fuses_draft=True,
+            fuses_more=True,
         )
 
     def with_product(self, name: str, shape: LinearShape) -> Workspace:

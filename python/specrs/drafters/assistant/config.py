@@ -13,9 +13,15 @@ from specrs.models.errors import malformed, unsupported
 from specrs.models.rope import Rope
 from specrs.models.values import flag, size
 from specrs.models.varied_layers import LayerSizes
+from specrs.models.wrappers import text_config
 
-ARCHITECTURE, TARGET = "Gemma4AssistantForCausalLM", "Gemma4ForCausalLM"
-"""Architectures of assistants and of their targets."""
+TARGET = "Gemma4ForCausalLM"
+"""Architecture of the targets of assistants."""
+ARCHITECTURES = {
+    "Gemma4AssistantForCausalLM": "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedAssistantForCausalLM": "Gemma4UnifiedForConditionalGeneration",
+}
+"""Architectures of assistants, each with the multimodal one whose `text_config` has the same fields and defaults."""
 _WHERE = "text_config."
 
 
@@ -41,15 +47,14 @@ def parse_assistant_config(raw: Mapping[str, Any], target: ModelConfig) -> Assis
     Raises UnsupportedModelError for what is not implemented, and CheckpointError for a config that is not an
     assistant's, or not one of this target. Each names the field, its value and what is allowed.
     """
-    names = raw.get("architectures")
-    if names != [ARCHITECTURE]:
-        raise unsupported("architectures", names, f"[{ARCHITECTURE!r}] with speculative_config.method='mtp'")
+    wrapper = next((theirs for own, theirs in ARCHITECTURES.items() if raw.get("architectures") == [own]), None)
+    if wrapper is None:
+        allowed = " or ".join(f"[{name!r}]" for name in ARCHITECTURES)
+        raise unsupported("architectures", raw.get("architectures"), f"{allowed} with speculative_config.method='mtp'")
     hidden = size(raw, "backbone_hidden_size")
     if hidden != target.hidden_size:
         raise malformed("backbone_hidden_size", hidden, f"{target.hidden_size}, the target's hidden_size")
-    text = raw.get("text_config")
-    if not isinstance(text, Mapping):
-        raise malformed("text_config", text, "an object")
+    text = text_config({"architectures": [wrapper], "text_config": raw.get("text_config")})
     own = _layers(text)
     if own.vocab_size != target.vocab_size:
         raise malformed(_WHERE + "vocab_size", own.vocab_size, f"{target.vocab_size}, the target's")
@@ -69,10 +74,15 @@ def parse_assistant_config(raw: Mapping[str, Any], target: ModelConfig) -> Assis
     return AssistantConfig(layers, sources, flag(raw, "use_ordered_embeddings"))
 
 
+def describes_assistant(raw: Mapping[str, Any]) -> bool:
+    """Return whether `raw`, the object in a config.json, is that of an assistant."""
+    return raw.get("architectures") in [[name] for name in ARCHITECTURES]
+
+
 def _layers(text: Mapping[str, Any]) -> ModelConfig:
     """Return `text_config` as the configuration of a model whose layers have keys and values of their own. It has no
     ids that end texts, because only the target decides that."""
-    fields = {**text, "architectures": [TARGET], "num_kv_shared_layers": 0, "eos_token_id": None}
+    fields = {**text, "num_kv_shared_layers": 0, "eos_token_id": None}
     try:
         own = parse_config(fields)
     except CheckpointError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specrs.drafters.assistant.config import ARCHITECTURE, TARGET, parse_assistant_config
+from specrs.drafters.assistant.config import TARGET, describes_assistant, parse_assistant_config
 from specrs.drafters.assistant.reader import AssistantFiles
 from specrs.drafters.method import wrong
 from specrs.drafters.vocabulary import draft_ids
@@ -18,9 +18,7 @@ def is_assistant(source: str, revision: str | None) -> bool:
     Raises CheckpointError if there is no readable config.json."""
     if gguf_path(source, revision) is not None:
         return False
-    return read_json(resolve_folder(source, revision, weights=False) / "config.json").get("architectures") == [
-        ARCHITECTURE
-    ]
+    return describes_assistant(read_json(resolve_folder(source, revision, weights=False) / "config.json"))
 
 
 def open_assistant(

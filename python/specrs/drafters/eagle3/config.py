@@ -116,6 +116,15 @@ def parse_eagle3_config(
     )
 
 
+def head_layer(raw: Mapping[str, Any]) -> ModelConfig:
+    """Return the shape of the layer of the head whose config.json is `raw`, as a model of one layer.
+
+    Raises UnsupportedModelError for an option that is not implemented, and CheckpointError for a wrong value.
+    """
+    layer, _, where = _layer_fields(raw)
+    return _shape(layer, where, rope_theta=1.0)
+
+
 def _layer_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
     """Return the fields of the layer under the names of a model's fields, the prefix of its tensors, and where the
     fields are."""

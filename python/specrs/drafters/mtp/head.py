@@ -42,7 +42,7 @@ class MtpHead(TorchHeld, MtpFacts):
     def __init__(self, weights: TorchMtpWeights, ranks: Ranks | None = None) -> None:
         """Use `weights`. `ranks` are the tensor parallel ranks that compute the head together, each with its part;
         None: this process computes the whole head."""
-        self.weights = weights
+        self.weights, self.ranks = weights, ranks
         self._layer = TorchDecoder(weights.decoder, ranks=ranks)
 
     @property

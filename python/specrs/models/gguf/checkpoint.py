@@ -13,6 +13,7 @@ import numpy as np
 from specrs.arrays import Array
 from specrs.core import InvalidBufferError, PackedMatrix
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
+from specrs.kernels.coding import Coding
 from specrs.models.checkpoint import check_tensors
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.gguf.architectures import architecture_of
@@ -23,7 +24,7 @@ from specrs.models.gguf.names import places
 from specrs.models.gguf.splits import first_parts, part_names, whole_name
 from specrs.models.gguf.types import PLAIN
 from specrs.models.hub import hub_error
-from specrs.models.quantization.base import QuantizedTensors, bits_of
+from specrs.models.quantization.base import QuantizedTensors, coding_of
 from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT, Grouped, Raw, WithMinima
 from specrs.models.wrappers import is_of_mtp_head, log_mtp_head
 
@@ -197,15 +198,15 @@ class GGUFCheckpoint(QuantizedTensors):
         self.file.release(tensor, rows)
         return made
 
-    def quantized_bits(self, name: str) -> int | None:
-        """Return the bits per weight, at most, that GPU kernels read of the matrix `name`. None if they read the
-        dequantized matrix."""
+    def coding(self, name: str) -> Coding | None:
+        """Return the layout in which GPU kernels read the matrix `name`. None: they read it dequantized. Reads no
+        blocks."""
         kind, size = self._info(name).kind, self._places[name].shape[1]
         if kind in WITH_MINIMA:
             coding = WITH_MINIMA[kind][1]
-            return coding.bits if coding.unit(size) else None
+            return coding if coding.unit(size) else None
         kinds, group = CODINGS.get(kind, ((), 32))
-        return bits_of(kinds, group, size)
+        return coding_of(kinds, group, size)
 
     def packed_bits(self, name: str) -> float:
         """Return the bits per weight of the tensor's type."""
@@ -240,6 +241,13 @@ class GGUFCheckpoint(QuantizedTensors):
         for a scale that is not finite."""
         kind = self._info(name).kind
         return self._with_minima(name, SUPER_BLOCKS[kind]) if kind in SUPER_BLOCKS else None
+
+    def super_group(self, name: str) -> int | None:
+        """Return the number of inputs of a group of `super_blocks`. None if that returns None. Reads no blocks."""
+        kind = self._info(name).kind
+        if kind not in SUPER_BLOCKS:
+            return None
+        return WITH_MINIMA[kind][1].group if kind in WITH_MINIMA else CODINGS[kind][1]
 
     def _with_minima(self, name: str, split: Callable[[Array], WithMinima]) -> WithMinima:
         place, rows = self._places[name], self._rows(name)

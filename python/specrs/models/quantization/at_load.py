@@ -14,8 +14,9 @@ import numpy as np
 from specrs.arrays import BFLOAT16, FLOAT32, Array, aligned, bits, converted
 from specrs.core import InvalidBufferError, PackedMatrix, quantize_q4_k, quantize_weight
 from specrs.errors import CheckpointError
+from specrs.kernels.coding import Coding
 from specrs.models.gguf.blocks import GROUPED, WITH_MINIMA
-from specrs.models.quantization.base import QuantizedTensors, bits_of
+from specrs.models.quantization.base import QuantizedTensors, coding_of
 from specrs.models.quantization.fp8 import quantized
 from specrs.models.quantization.grouped import PACKED_UNIT, Grouped, Raw, Scaled8
 
@@ -87,9 +88,9 @@ class Float8AtLoad(QuantizedAtLoad):
         """Return None, because native CPU passes read no FP8."""
         return None
 
-    def quantized_bits(self, name: str) -> int | None:
-        """Return the bits per weight that GPU kernels read: 8."""
-        return 8
+    def coding(self, name: str) -> Coding | None:
+        """Return the layout in which GPU kernels read a projection. None: they read it dequantized."""
+        return coding_at_load("fp8", self._tensors.mapped(name).shape[1])
 
     def _numbers(self, name: str) -> Array:
         codes, scales = self._quantized(name)
@@ -120,9 +121,9 @@ class IntegersAtLoad(QuantizedAtLoad):
         """Return the integers and scales of a projection. Raises CheckpointError for weights that are not finite."""
         return quantized_integers(self.folder, name, self._tensors.mapped(name), int4=self._int4)
 
-    def quantized_bits(self, name: str) -> int | None:
-        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
-        return bits_at_load("int4" if self._int4 else "int8", self._tensors.mapped(name).shape[1])
+    def coding(self, name: str) -> Coding | None:
+        """Return the layout in which GPU kernels read a projection. None: they read it dequantized."""
+        return coding_at_load("int4" if self._int4 else "int8", self._tensors.mapped(name).shape[1])
 
     def _numbers(self, name: str) -> Array:
         return self.raw(name).numbers()
@@ -149,9 +150,9 @@ class BlocksAtLoad(QuantizedAtLoad):
         kind, blocks = self._blocks(name)
         return WITH_MINIMA[kind][0](blocks) if kind in WITH_MINIMA else GROUPED[kind](blocks)
 
-    def quantized_bits(self, name: str) -> int | None:
-        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
-        return bits_at_load(self._asked, self._tensors.mapped(name).shape[1])
+    def coding(self, name: str) -> Coding | None:
+        """Return the layout in which GPU kernels read a projection. None: they read it dequantized."""
+        return coding_at_load(self._asked, self._tensors.mapped(name).shape[1])
 
     def _numbers(self, name: str) -> Array:
         kind, blocks = self._blocks(name)
@@ -206,17 +207,17 @@ def int4_group(size: int) -> int:
     return next((group for group in INT4_GROUPS if size % group == 0), INT4_GROUPS[-1])
 
 
-def bits_at_load(quantization: str, size: int) -> int | None:
-    """Return the bits per weight on a GPU for a matrix with `size` inputs. None if GPU kernels read the dequantized
-    matrix."""
+def coding_at_load(quantization: str, size: int) -> Coding | None:
+    """Return the layout on a GPU of a matrix with `size` inputs that is quantized while it is loaded. None: GPU kernels
+    read it dequantized."""
     if quantization == "int4":
-        return bits_of(("int4", "int8"), int4_group(size), size)
+        return coding_of(("int4", "int8"), int4_group(size), size)
     if quantization.upper() in _RANGES:
         kind = block_type(quantization, size)
         if kind == "Q4_K":
-            return WITH_MINIMA[kind][1].bits
-        return bits_of(("int8",) if kind == "Q8_0" else ("int4", "int8"), PACKED_UNIT, size)
-    return bits_of((quantization,), 0, size)
+            return WITH_MINIMA[kind][1]
+        return coding_of(("int8",) if kind == "Q8_0" else ("int4", "int8"), PACKED_UNIT, size)
+    return coding_of((quantization,), 0, size)
 
 
 def quantized_integers(folder: Path | str, name: str, matrix: Array, *, int4: bool) -> Grouped:

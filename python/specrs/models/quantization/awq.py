@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specrs.arrays import Array
+from specrs.kernels.coding import Coding
 from specrs.models.errors import malformed, unsupported
 from specrs.models.quantization.base import (
     Expected,
@@ -16,8 +17,8 @@ from specrs.models.quantization.base import (
     Layer,
     LinearFormat,
     Scheme,
-    bits_of,
     check_zero_scales,
+    coding_of,
     groups_of,
 )
 from specrs.models.quantization.gptq import check_group
@@ -57,9 +58,9 @@ class AWQ(GroupedFormat):
         grouped = Grouped(np.ascontiguousarray(values.T), np.ascontiguousarray(layer.scales("scales").T))
         return check_zero_scales(layer, "scales", grouped, by_group=True)
 
-    def quantized_bits(self, size: int) -> int | None:
-        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
-        return bits_of(("int4", "int8"), self.group, size)
+    def coding(self, size: int) -> Coding | None:
+        """Return the layout in which GPU kernels read a layer of `size` inputs. None: they read it dequantized."""
+        return coding_of(("int4", "int8"), self.group, size)
 
 
 def _columns(packed: Array) -> Array:

@@ -53,19 +53,28 @@ class QuantizedTensors(ABC):
         """Return the codes and scales of a quantized tensor. None if no class of `Raw` can hold them."""
 
     @abstractmethod
-    def quantized_bits(self, name: str) -> int | None:
-        """Return the bits per weight, at most, that GPU kernels read for a quantized tensor. None if they may have to
-        read the dequantized matrix. Reads no tensor data."""
+    def coding(self, name: str) -> Coding | None:
+        """Return the layout in which GPU kernels read a quantized matrix. None: they may have to read it dequantized.
+
+        Reads no tensor data, on which it depends whether INT4 codes have zero points, and whether scales leave room
+        for these.
+        """
 
     def super_blocks(self, name: str) -> WithMinima | None:
         """Return a quantized matrix as super-blocks, whose minima may be 0. None if the checkpoint does not store it in
         such blocks."""
         return None
 
+    def super_group(self, name: str) -> int | None:
+        """Return the number of inputs of a group of `super_blocks`. None if that returns None. Reads no tensor
+        data."""
+        return None
+
     def packed_bits(self, name: str) -> float:
         """Return the bits per weight that a quantized matrix takes at least once it is packed for native CPU passes.
         Reads no tensor data."""
-        return self.quantized_bits(name) or 4
+        coding = self.coding(name)
+        return 4 if coding is None else coding.bits
 
     def read(self, name: str, dtype: np.dtype[Any]) -> Array:
         """Return the tensor `name` converted to `dtype`; a quantized one is dequantized first."""
@@ -145,9 +154,9 @@ class LinearFormat(ABC):
         """Return the layer's codes and scales. None if no class of `Raw` can hold them."""
         return None
 
-    def quantized_bits(self, size: int) -> int | None:
-        """Return the bits per weight, at most, that GPU kernels read for a layer of `size` inputs. None if they may
-        have to read the dequantized matrix."""
+    def coding(self, size: int) -> Coding | None:
+        """Return the layout in which GPU kernels read a layer of `size` inputs. None: they may have to read it
+        dequantized."""
         return None
 
 
@@ -192,15 +201,14 @@ def groups_of(name: str, field: str, group: int, size: int) -> int:
     return size // group
 
 
-def bits_of(kinds: Sequence[str], group: int, size: int) -> int | None:
-    """Return the bits of the first of `kinds` (of `Coding`) that can hold `size` inputs in groups of `group`. None if
-    none can.
+def coding_of(kinds: Sequence[str], group: int, size: int, outputs: int = 1) -> Coding | None:
+    """Return the `Coding` of the first of `kinds` that can hold `size` inputs in groups of `group`. None if none can.
 
-    With `group` 0 or -1, all inputs of an output share a scale.
+    With `group` 0 or -1, all inputs of an output share a scale. `outputs` is the number of outputs that share one.
     """
     whole = group <= 0 or group >= size
-    fits = (Coding(kind, size if whole else group) for kind in kinds if whole or group % LEAST_GROUP == 0)
-    return next((coding.bits for coding in fits if coding.unit(size)), None)
+    fits = (Coding(kind, size if whole else group, outputs) for kind in kinds if whole or group % LEAST_GROUP == 0)
+    return next((coding for coding in fits if coding.unit(size)), None)
 
 
 def check_zero_scales(layer: Layer, suffix: str, grouped: Grouped, *, by_group: bool = False) -> Grouped:

@@ -9,6 +9,7 @@ import numpy as np
 from specrs.arrays import Array
 from specrs.core import PackedMatrix
 from specrs.errors import CheckpointError
+from specrs.kernels.coding import Coding
 from specrs.models.checkpoint import DTYPES, Checkpoint, check_tensors
 from specrs.models.quantization.base import Expected, Layer, LinearFormat, QuantizedTensors, Scheme
 from specrs.models.quantization.grouped import Raw
@@ -90,11 +91,11 @@ class QuantizedCheckpoint(QuantizedTensors):
         form, shape = self._layers[name]
         return form.raw(self._layer(name, shape))
 
-    def quantized_bits(self, name: str) -> int | None:
-        """Return the bits per weight, at most, that GPU kernels read. None if they may have to read the dequantized
-        matrix."""
+    def coding(self, name: str) -> Coding | None:
+        """Return the layout in which GPU kernels read a quantized matrix. None: they may have to read it dequantized.
+        Reads no tensor data."""
         form, (_, size) = self._layers[name]
-        return form.quantized_bits(size)
+        return form.coding(size)
 
     def _format(self, name: str, shape: tuple[int, ...]) -> LinearFormat | None:
         if len(shape) != 2 or name == EMBEDDING:

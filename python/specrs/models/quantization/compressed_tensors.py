@@ -13,6 +13,7 @@ import numpy as np
 
 from specrs.arrays import Array
 from specrs.errors import CheckpointError
+from specrs.kernels.coding import Coding
 from specrs.models.errors import malformed, unsupported
 from specrs.models.quantization.base import (
     Expected,
@@ -20,8 +21,8 @@ from specrs.models.quantization.base import (
     Layer,
     LinearFormat,
     Scheme,
-    bits_of,
     check_zero_scales,
+    coding_of,
     groups_of,
 )
 from specrs.models.quantization.fp8 import E4M3, Float8, block_of
@@ -62,10 +63,10 @@ class Int8(GroupedFormat):
             values = values - zeros.repeat(layer.shape[1] // zeros.shape[1], axis=1)
         return check_zero_scales(layer, "weight_scale", Grouped(values, scales))
 
-    def quantized_bits(self, size: int) -> int | None:
-        """Return the bits per weight that GPU kernels read. None for zero points and for groups that no kernel
-        reads."""
-        return bits_of(("int8",), self.group or 0, size) if self.symmetric else None
+    def coding(self, size: int) -> Coding | None:
+        """Return the layout in which GPU kernels read a layer of `size` inputs. None: they read it dequantized.
+        They read one with zero points dequantized, because its codes may not fit 8 bits."""
+        return coding_of(("int8",), self.group or 0, size) if self.symmetric else None
 
 
 def _by_output(array: Array, out: int) -> Array:
@@ -127,11 +128,11 @@ class PackedInt(GroupedFormat):
             codes = codes - zeros[:, group_of]
         return check_zero_scales(layer, "weight_scale", Grouped(codes, scales, group_of if ordered else None))
 
-    def quantized_bits(self, size: int) -> int | None:
-        """Return the bits per weight, at most, that GPU kernels read. None if they may have to read the dequantized
-        matrix."""
+    def coding(self, size: int) -> Coding | None:
+        """Return the layout in which GPU kernels read a layer of `size` inputs. None: they may have to read
+        it dequantized."""
         held = (self.symmetric or self.bits == 4) and not self.ordered
-        return bits_of(("int4", "int8")[self.bits == 8 :], self.group, size) if held else None
+        return coding_of(("int4", "int8")[self.bits == 8 :], self.group, size) if held else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +158,9 @@ class NVFP4(GroupedFormat):
         # Scales of 0 are allowed, because e4m3 rounds the scale of a group of small numbers to 0.
         return Grouped(FP4[codes], scales)
 
-    def quantized_bits(self, size: int) -> int | None:
-        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
-        return bits_of(("int8",), 16, size)
+    def coding(self, size: int) -> Coding | None:
+        """Return the layout in which GPU kernels read a layer of `size` inputs. None: they read it dequantized."""
+        return coding_of(("int8",), 16, size)
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:

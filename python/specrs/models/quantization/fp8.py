@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from specrs.arrays import FLOAT8_E4M3, FLOAT32, Array, converted
+from specrs.kernels.coding import Coding
 from specrs.models.errors import malformed, unsupported
-from specrs.models.quantization.base import FLOATS, Expected, Layer, LinearFormat, Scheme, bits_of
+from specrs.models.quantization.base import FLOATS, Expected, Layer, LinearFormat, Scheme, coding_of
 from specrs.models.quantization.grouped import Scaled8
 from specrs.models.quantization.modules import is_in, patterns
 from specrs.models.tensors import LM_HEAD
@@ -70,9 +71,10 @@ class Float8(LinearFormat):
             return Scaled8(weight, np.resize(scales, (out, 1)), size)
         return Scaled8(weight, scales, min(self.block[1], size), self.block[0])
 
-    def quantized_bits(self, size: int) -> int | None:
-        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
-        return bits_of(("fp8",), 0 if self.block is None else self.block[1], size)
+    def coding(self, size: int) -> Coding | None:
+        """Return the layout in which GPU kernels read a layer of `size` inputs. None: they read it dequantized."""
+        outputs, group = (1, 0) if self.block is None else self.block
+        return coding_of(("fp8",), group, size, outputs)
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:

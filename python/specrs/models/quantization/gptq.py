@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specrs.arrays import Array
+from specrs.kernels.coding import Coding
 from specrs.models.errors import malformed, unsupported
 from specrs.models.quantization.base import (
     Expected,
@@ -20,8 +21,8 @@ from specrs.models.quantization.base import (
     Layer,
     LinearFormat,
     Scheme,
-    bits_of,
     check_zero_scales,
+    coding_of,
     groups_of,
 )
 from specrs.models.quantization.dynamic import overrides
@@ -106,9 +107,9 @@ class GPTQ(GroupedFormat):
             _warn(folder, f"{reason}, which is wrong if the file was written in the other version of the format")
         return named
 
-    def quantized_bits(self, size: int) -> int | None:
-        """Return the bits per weight that GPU kernels read, at most. None if they read the dequantized matrix."""
-        return None if self.desc_act else bits_of(("int4", "int8")[self.bits == 8 :], self.group, size)
+    def coding(self, size: int) -> Coding | None:
+        """Return the layout in which GPU kernels read a layer of `size` inputs. None: they read it dequantized."""
+        return None if self.desc_act else coding_of(("int4", "int8")[self.bits == 8 :], self.group, size)
 
 
 @functools.cache

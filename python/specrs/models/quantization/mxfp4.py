@@ -11,7 +11,8 @@ import numpy as np
 
 from specrs.arrays import Array
 from specrs.core import PackedMatrix
-from specrs.models.quantization.base import Expected, Layer, LinearFormat, Scheme, bits_of, groups_of
+from specrs.kernels.coding import Coding
+from specrs.models.quantization.base import Expected, Layer, LinearFormat, Scheme, coding_of, groups_of
 from specrs.models.quantization.grouped import E2M1, LARGEST_EXPONENT
 from specrs.models.quantization.modules import patterns
 
@@ -42,10 +43,9 @@ class MXFP4(LinearFormat):
         """Return the dequantized matrix, `[out, in]` float32. Raises CheckpointError for scales that are too large."""
         return self.raw(layer).grouped().numbers()
 
-    def quantized_bits(self, size: int) -> int | None:
-        """Return the bits per weight, at most, that GPU kernels read for a layer of `size` inputs. None if they may
-        have to read the dequantized matrix."""
-        return bits_of(("mxfp4", "int8"), GROUP, size)
+    def coding(self, size: int) -> Coding | None:
+        """Return the layout in which GPU kernels read a layer of `size` inputs. None: they read it dequantized."""
+        return coding_of(("mxfp4", "int8"), GROUP, size)
 
     def packed(self, layer: Layer) -> PackedMatrix:
         """Return the layer packed for native CPU passes. Raises CheckpointError for scales that are too large."""

@@ -2,14 +2,16 @@
 //!
 //! *Probes*: positions that no request drafts yield no evidence, and at K = 0 none do. So the planner saves
 //! [`super::PROBE_SHARE`] of the time until it pays for a probe: one request, in turn, drafts up to [`PROBE_REACH`]
-//! tokens more than any does, [`PROBE_DRAFTS`] times. A useless draft costs no more than that share, and a draft that becomes good is found.
+//! tokens more than any does, [`PROBE_DRAFTS`] times. A useless draft costs no more than that share, and a draft that
+//! becomes good is found. Where mixed steps are slow a probe costs more, so there are fewer; then trials show more of
+//! the acceptance, because all requests draft in them.
 //!
 //! *Trials*: the costs of a K that is not in use stay as they were measured, and the machine may have been busy then.
 //! So [`super::TRIAL_SHARE`] of the time goes into steps at another K for all requests, alternately the best one
 //! below and above the chosen K. Their times are compared with the steps around them, not with the times when the
 //! table was made.
 
-use super::SpeculationPlanner;
+use super::{NO_K, SpeculationPlanner};
 
 /// Minimum cost that is assumed for a trial, as a share of its step. If the other K promises as much as the chosen one,
 /// one step in ten is therefore a trial.
@@ -76,7 +78,13 @@ impl SpeculationPlanner {
         let deepest = deepest as usize;
         let (from, to) = (ks[at] as usize, most as usize);
         let drafts: f64 = (from..to).map(|level| self.choice.increment_ms(level, 1).max(0.0)).sum();
-        let cost = f64::from(PROBE_DRAFTS) * drafts + lags[at] as f64 * self.catch_up_ms;
+        let mut extra = drafts;
+        if rows.len() > 1 && (self.uniform != NO_K || self.capped) {
+            // The probe makes a mixed step of one that is not. With graphs for equal K alone, all rows pay for it.
+            let parts = self.parts_ms(ks);
+            extra += (self.times.mixed() - 1.0).max(0.0) * (parts + drafts);
+        }
+        let cost = f64::from(PROBE_DRAFTS) * extra + lags[at] as f64 * self.catch_up_ms;
         if self.credit < cost {
             return;
         }
@@ -106,7 +114,7 @@ impl SpeculationPlanner {
         }
         let pivot = ks.iter().copied().max().unwrap_or(0) as usize;
         // Of the grid alone: between its points a time would move the chosen one's cost, too.
-        let grid = self.times.costs().ks().iter().copied().take_while(|&k| k <= most);
+        let grid = self.times.costs(self.has_lora).ks().iter().copied().take_while(|&k| k <= most);
         let [below, above] = self.choice.best_around(pivot, grid.filter(|&k| k != self.uniform));
         let Some((k, rate, ms)) = (if self.tried_above { below.or(above) } else { above.or(below) }) else { return };
         let lagging: f64 = if k > 0 { lags.iter().map(|&lag| lag as f64).sum() } else { 0.0 };

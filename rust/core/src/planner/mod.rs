@@ -16,6 +16,9 @@
 //! kernels are made for equal numbers. The planner learns by how much as such steps happen. If it is too much, all
 //! requests get one K.
 //!
+//! *`LoRA` adapters*: a step with an adapter may run other graphs and take longer. So it may have costs of its own
+//! ([`SpeculationPlanner::with_lora_costs`]).
+//!
 //! *Change*: a choice stays until another promises [`MARGIN`] more.
 
 mod choice;
@@ -81,6 +84,10 @@ pub struct SpeculationPlanner {
     choice: Choice,
     overall: Overall,
     own: Vec<Own>,
+    /// Whether the request has a `LoRA` adapter, by row.
+    lora: Vec<bool>,
+    /// Whether `choice` has the costs of steps with an adapter.
+    has_lora: bool,
     /// K of the last decision, by row.
     last: Vec<usize>,
     /// Milliseconds saved for probes.
@@ -138,6 +145,8 @@ impl SpeculationPlanner {
             choice,
             overall: Overall::new(num_speculative_tokens),
             own: vec![Own::NEW; max_num_seqs],
+            lora: vec![false; max_num_seqs],
+            has_lora: false,
             last: vec![NO_K; max_num_seqs],
             credit: 0.0,
             probe: None,
@@ -153,6 +162,14 @@ impl SpeculationPlanner {
         })
     }
 
+    /// Sets the costs of steps in which a request has a `LoRA` adapter. Without this call they are those of all other
+    /// steps.
+    #[must_use]
+    pub fn with_lora_costs(mut self, costs: CostModel) -> Self {
+        self.times.set_lora_costs(costs);
+        self
+    }
+
     /// Returns the maximum number of drafts that the planner chooses.
     pub fn num_speculative_tokens(&self) -> usize {
         self.k
@@ -163,9 +180,10 @@ impl SpeculationPlanner {
         self.own.len()
     }
 
-    /// Returns the costs of steps, refined by their measured times.
-    pub fn costs(&self) -> &CostModel {
-        self.times.costs()
+    /// Returns the costs of steps, refined by their measured times: of those in which a request has a `LoRA` adapter if
+    /// `has_lora`, else of those in which none has.
+    pub fn costs(&self, has_lora: bool) -> &CostModel {
+        self.times.costs(has_lora)
     }
 
     /// Returns the chance of each draft token of an average request, given that the drafts before it were accepted,
@@ -174,14 +192,16 @@ impl SpeculationPlanner {
         self.overall.chances()
     }
 
-    /// Starts the statistics of a new request on `row` and discards those of the request before it.
+    /// Starts the statistics of a new request on `row` and discards those of the request before it. `has_lora`: the
+    /// request has a `LoRA` adapter.
     ///
     /// # Errors
     /// [`Error::InvalidBuffer`] if there is no such row.
-    pub fn reset(&mut self, row: usize) -> Result<()> {
+    pub fn reset(&mut self, row: usize, has_lora: bool) -> Result<()> {
         let rows = self.own.len();
         let own = self.own.get_mut(row).ok_or_else(|| no_row(row as i64, rows))?;
         *own = Own::NEW;
+        self.lora[row] = has_lora;
         self.last[row] = NO_K;
         self.probe = self.probe.filter(|probe| probe.row != row);
         self.collapsed.retain(|&collapsed| collapsed != row as i64);
@@ -210,7 +230,7 @@ impl SpeculationPlanner {
         if rows.is_empty() {
             return Ok(());
         }
-        self.refresh();
+        self.refresh(rows);
         self.sort(rows, caps, lags);
         self.choose(rows);
         self.capped = self.choice.padding(&self.candidates, &self.ks).is_some();
@@ -265,7 +285,7 @@ impl SpeculationPlanner {
         self.overall.finish();
         self.probe = self.probe.filter(|probe| probe.drafts > 0);
         if !rows.is_empty() {
-            self.settle_time(ks, ms);
+            self.settle_time(rows, ks, ms);
         }
         Ok(())
     }
@@ -276,11 +296,17 @@ impl SpeculationPlanner {
         self.collapsed.drain(..)
     }
 
-    fn refresh(&mut self) {
-        if self.since_refresh >= REFRESH_STEPS {
-            self.since_refresh = 0;
-            self.choice.set_costs(self.times.costs());
+    /// Brings the costs of steps of `rows` into `choice`, if they are others or have changed.
+    fn refresh(&mut self, rows: &[i64]) {
+        let has_lora = self.any_lora(rows);
+        if self.since_refresh >= REFRESH_STEPS || has_lora != self.has_lora {
+            (self.since_refresh, self.has_lora) = (0, has_lora);
+            self.choice.set_costs(self.times.costs(has_lora));
         }
+    }
+
+    fn any_lora(&self, rows: &[i64]) -> bool {
+        rows.iter().any(|&row| self.lora[row as usize])
     }
 
     /// Fills `candidates` in descending order of odds; equal odds stay in the order of `rows`.
@@ -339,23 +365,25 @@ impl SpeculationPlanner {
     }
 
     /// Adds to the credit of probes and trials, and refines the costs by the step's time.
-    fn settle_time(&mut self, ks: &[i64], ms: Option<f64>) {
+    fn settle_time(&mut self, rows: &[i64], ks: &[i64], ms: Option<f64>) {
+        let has_lora = self.any_lora(rows);
         let parts = self.parts_ms(ks);
         self.credit += PROBE_SHARE * parts;
         self.since_refresh = self.since_refresh.saturating_add(1);
-        let Some(ms) = ms.filter(|_| self.times.covers(ks.len())) else { return };
+        let Some(ms) = ms.filter(|_| self.times.covers(ks.len(), has_lora)) else { return };
         self.trial_credit += parts * TRIAL_SHARE.max(EARLY_TRIALS.0 / (EARLY_TRIALS.1 + self.timed as f64));
         self.timed += 1;
         if ks.iter().any(|&other| other != ks[0]) {
             // Where only caps differ, as at the ends of texts, the others may be padded, which says nothing about
-            // choices that mix.
-            if !self.capped {
+            // choices that mix. Neither do parts of steps with other costs.
+            if !self.capped && has_lora == self.has_lora {
                 self.times.observe_mixed(ms, parts);
             }
         } else {
             let k = ks[0] as usize;
             let first_of_trial = self.time_trial(k);
-            self.times.observe(ks.len(), k, ms, self.uniform == NO_K || k == self.uniform, first_of_trial);
+            let chosen = self.uniform == NO_K || k == self.uniform;
+            self.times.observe((ks.len(), k, has_lora), ms, chosen, first_of_trial);
         }
     }
 

@@ -330,8 +330,8 @@ fn step_times_refine_the_costs() {
         let ms = 3.0 * (1.0 + 0.5 * k as f64);
         planner.settle(&[0], &[k], &[k], &[0], Some(ms)).unwrap();
     }
-    let ratio = |k| planner.costs().ms(1, k) / planner.costs().ms(1, 0);
-    assert!((ratio(1) - 1.5).abs() < 0.05 && (ratio(2) - 2.0).abs() < 0.07, "{:?}", planner.costs());
+    let ratio = |k| planner.costs(false).ms(1, k) / planner.costs(false).ms(1, 0);
+    assert!((ratio(1) - 1.5).abs() < 0.05 && (ratio(2) - 2.0).abs() < 0.07, "{:?}", planner.costs(false));
 }
 
 /// Simulated machine with costs of its own. It runs steps of `batch` requests, and accepts each draft token with
@@ -428,6 +428,85 @@ fn trials_cost_their_share() {
 }
 
 #[test]
+fn probes_cost_their_share_where_one_request_makes_all_pay() {
+    // Useless drafts, of which each costs the step of 64 requests a fifth. A mixed step takes as long as if all drafted
+    // the largest K.
+    let ms = |k: i64| 10.0 + 2.0 * k as f64;
+    let costs = CostModel::new(&[1, 64], &[0, 1, 7], &[5.0, 5.1, 5.7, ms(0), ms(1), ms(7)]).unwrap();
+    let mut engine = Loop::new(64, 7, costs);
+    let (rows, caps, lags): (Vec<i64>, _, _) = ((0..64).collect(), [7; 64], [0; 64]);
+    let (mut spent, mut needed) = (0.0, 0.0);
+    for step in 0..12_000 {
+        let Loop { planner, chance, ks, .. } = &mut engine;
+        planner.decide(&rows, &caps, &lags, ks).unwrap();
+        let accepted: Vec<_> = ks.iter().map(|&k| chance.accepted(k, 0.02)).collect();
+        let took = ms(*ks.iter().max().unwrap());
+        planner.settle(&rows, ks, ks, &accepted, Some(took)).unwrap();
+        if step >= 2000 {
+            (spent, needed) = (spent + took, needed + ms(0));
+        }
+    }
+    assert!(spent < 1.01 * needed, "{:.2} % more", 100.0 * (spent / needed - 1.0));
+}
+
+#[test]
+fn steps_with_adapters_have_costs_of_their_own() {
+    // Drafts that are mostly accepted pay if they are cheap. With an adapter, each costs as much as a pass.
+    let (plain, adapted) = (lines(0.1, 1.0), lines(1.0, 1.0));
+    let mut planner = SpeculationPlanner::new(2, 4, plain.clone(), 0.01).unwrap().with_lora_costs(adapted.clone());
+    let decide = |planner: &mut SpeculationPlanner, rows: &[i64]| {
+        let (caps, lags, mut ks) = (vec![4; rows.len()], vec![0; rows.len()], vec![-1; rows.len()]);
+        planner.decide(rows, &caps, &lags, &mut ks).unwrap();
+        ks
+    };
+    for _ in 0..300 {
+        planner.settle(&[0], &[4], &[4], &[4], None).unwrap();
+        planner.settle(&[0], &[4], &[4], &[3], None).unwrap();
+    }
+    planner.reset(1, true).unwrap();
+    assert_eq!(decide(&mut planner, &[0]), [4]);
+    // One request with an adapter is enough, because all rows run the same graph.
+    assert_eq!(decide(&mut planner, &[0, 1]), [0, 0]);
+    assert_eq!(decide(&mut planner, &[0]), [4]);
+    assert_eq!((planner.costs(false), planner.costs(true)), (&plain, &adapted));
+    // Times correct the costs of their own kind alone.
+    for _ in 0..100 {
+        planner.settle(&[0, 1], &[0, 0], &[0, 0], &[0, 0], Some(2.0)).unwrap();
+    }
+    assert_eq!(planner.costs(false), &plain);
+    assert!(planner.costs(true).ms(2, 0) > 1.1);
+    // A new request without an adapter. The first step at its costs may be a trial of another K.
+    planner.reset(1, false).unwrap();
+    assert!(decide(&mut planner, &[0, 1]).iter().all(|&k| k > 0));
+}
+
+#[test]
+fn the_first_step_of_a_batch_and_k_teaches_nothing() {
+    let costs = CostModel::new(&[1, 2], &[0, 1], &[1.0, 1.1, 1.0, 1.1]).unwrap();
+    let mut planner = SpeculationPlanner::new(2, 1, costs.clone(), 0.0).unwrap().with_lora_costs(costs.clone());
+    planner.reset(1, true).unwrap();
+    // A kernel is compiled in each of these. The last ones are of steps with an adapter.
+    for (rows, k) in [(&[0][..], 0), (&[0], 1), (&[1], 0), (&[1], 1)] {
+        planner.settle(rows, &[k], &[k], &[0], Some(1000.0)).unwrap();
+    }
+    assert_eq!((planner.costs(false), planner.costs(true)), (&costs, &costs));
+    planner.settle(&[0], &[0], &[0], &[0], Some(1000.0)).unwrap();
+    assert_ne!(planner.costs(false), &costs);
+    assert_eq!(planner.costs(true), &costs);
+}
+
+#[test]
+fn without_costs_of_adapters_all_steps_cost_the_same() {
+    let mut planner = SpeculationPlanner::new(1, 1, lines(0.1, 1.0), 0.01).unwrap();
+    planner.reset(0, true).unwrap();
+    for _ in 0..100 {
+        planner.settle(&[0], &[0], &[0], &[0], Some(2.0)).unwrap();
+    }
+    assert!(planner.costs(false).ms(1, 0) > 1.1);
+    assert_eq!(planner.costs(false), planner.costs(true));
+}
+
+#[test]
 fn steps_without_a_time_are_no_trials() {
     let mut engine = Loop::new(1, 5, lines(0.1, 1.0));
     for _ in 0..2000 {
@@ -459,6 +538,6 @@ fn wrong_input_is_refused_and_changes_nothing() {
     {
         assert!(planner.settle(&[0], &[k], &[drafted], &[accepted], ms).is_err());
     }
-    assert!(planner.reset(2).is_err());
+    assert!(planner.reset(2, false).is_err());
     assert_eq!(format!("{planner:?}"), before);
 }

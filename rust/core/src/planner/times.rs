@@ -1,4 +1,4 @@
-//! Costs of steps: a given table, corrected by the measured times of steps. Measures and chooses nothing.
+//! Costs of steps: given tables, corrected by the measured times of steps. Measures and chooses nothing.
 
 use crate::cost_model::CostModel;
 
@@ -21,65 +21,19 @@ const MIXED_WEIGHT: f64 = 0.1;
 /// have graphs for equal K only.
 const MIXED_BOUNDS: (f64, f64) = (0.5, 4.0);
 
-/// Times of steps in milliseconds by batch and K, refined by measurements.
+/// Costs of steps of one kind: without adapters, or with one.
 #[derive(Clone, Debug)]
-pub(super) struct StepTimes {
+struct Table {
     costs: CostModel,
-    /// Ratio of the machine's current times to those of `costs`.
-    scale: f64,
-    /// Ratio of the time of a mixed step, whose requests draft different numbers, to the sum of its parts.
-    mixed: f64,
     /// Whether a step was timed, by batch size and K of the grid as in `costs`. The time of the first one teaches
     /// nothing, because a kernel may be compiled or a graph uploaded in it.
     timed: Vec<bool>,
 }
 
-impl StepTimes {
-    pub(super) fn new(costs: CostModel) -> Self {
+impl Table {
+    fn new(costs: CostModel) -> Self {
         let timed = vec![false; costs.table().len()];
-        Self { costs, scale: 1.0, mixed: 1.0, timed }
-    }
-
-    /// Returns the current costs. Only ratios of costs are meaningful: if the whole machine slows down, the costs stay
-    /// the same.
-    pub(super) fn costs(&self) -> &CostModel {
-        &self.costs
-    }
-
-    /// Returns the ratio of a mixed step's time to the sum of its parts.
-    pub(super) fn mixed(&self) -> f64 {
-        self.mixed
-    }
-
-    /// Returns whether the table covers this batch size, so that a step's time can refine it.
-    pub(super) fn covers(&self, batch: usize) -> bool {
-        let batches = self.costs.batches();
-        batch >= batches[0] && batch <= batches[batches.len() - 1]
-    }
-
-    /// Records the time `ms` of a mixed step, whose parts cost `parts`.
-    pub(super) fn observe_mixed(&mut self, ms: f64, parts: f64) {
-        let factor = (ms / (self.scale * parts)).clamp(MIXED_BOUNDS.0, MIXED_BOUNDS.1);
-        self.mixed += MIXED_WEIGHT * (factor - self.mixed);
-    }
-
-    /// Records the time `ms` of a step of `batch` requests with `k` drafts each. If `chosen`, the time also corrects
-    /// the machine's speed, which applies to every K. The cost itself is corrected unless this is the first step of a
-    /// trial. The first step of a batch size and K corrects neither.
-    pub(super) fn observe(&mut self, batch: usize, k: usize, ms: f64, chosen: bool, first_of_trial: bool) {
-        if self.is_first(batch, k) {
-            return;
-        }
-        let expected = self.costs.ms(batch, k);
-        let surprise = (ms / (self.scale * expected)).clamp(TIME_BOUNDS.0, TIME_BOUNDS.1);
-        if chosen {
-            self.scale *= 1.0 + MACHINE_WEIGHT * (surprise - 1.0);
-        }
-        if !first_of_trial {
-            let weight = if chosen { TIME_WEIGHT } else { TRIAL_WEIGHT };
-            // A K outside the grid teaches nothing about it; the grid of a host need not reach K.
-            let _ = self.costs.observe(batch, k, expected * surprise, weight);
-        }
+        Self { costs, timed }
     }
 
     /// Notes a step of `batch` requests with `k` drafts each. Returns true if it is the first step whose batch and K
@@ -89,5 +43,79 @@ impl StepTimes {
         let row = batches.partition_point(|&other| other < batch).min(batches.len() - 1);
         let column = ks.partition_point(|&other| other < k).min(ks.len() - 1);
         !std::mem::replace(&mut self.timed[row * ks.len() + column], true)
+    }
+}
+
+/// Times of steps in milliseconds by batch and K, refined by measurements.
+///
+/// Steps in which a request has a `LoRA` adapter have a table of their own, if it is given. The machine's speed and the
+/// cost of mixing are the same for both.
+#[derive(Clone, Debug)]
+pub(super) struct StepTimes {
+    base: Table,
+    with_lora: Option<Table>,
+    /// Ratio of the machine's current times to those of the tables.
+    scale: f64,
+    /// Ratio of the time of a mixed step, whose requests draft different numbers, to the sum of its parts.
+    mixed: f64,
+}
+
+impl StepTimes {
+    pub(super) fn new(costs: CostModel) -> Self {
+        Self { base: Table::new(costs), with_lora: None, scale: 1.0, mixed: 1.0 }
+    }
+
+    /// Sets the costs of steps in which a request has a `LoRA` adapter.
+    pub(super) fn set_lora_costs(&mut self, costs: CostModel) {
+        self.with_lora = Some(Table::new(costs));
+    }
+
+    /// Returns the current costs of steps in which a request has a `LoRA` adapter, or of steps in which none has. Only
+    /// ratios of costs are meaningful: if the whole machine slows down, the costs stay the same.
+    pub(super) fn costs(&self, has_lora: bool) -> &CostModel {
+        &self.with_lora.as_ref().filter(|_| has_lora).unwrap_or(&self.base).costs
+    }
+
+    /// Returns the ratio of a mixed step's time to the sum of its parts.
+    pub(super) fn mixed(&self) -> f64 {
+        self.mixed
+    }
+
+    /// Returns whether the table covers this batch size, so that a step's time can refine it.
+    pub(super) fn covers(&self, batch: usize, has_lora: bool) -> bool {
+        let batches = self.costs(has_lora).batches();
+        batch >= batches[0] && batch <= batches[batches.len() - 1]
+    }
+
+    /// Records the time `ms` of a mixed step, whose parts cost `parts`.
+    pub(super) fn observe_mixed(&mut self, ms: f64, parts: f64) {
+        let factor = (ms / (self.scale * parts)).clamp(MIXED_BOUNDS.0, MIXED_BOUNDS.1);
+        self.mixed += MIXED_WEIGHT * (factor - self.mixed);
+    }
+
+    /// Records the time `ms` of a step of `batch` requests with `k` drafts each, of which one or more have an adapter
+    /// if `has_lora`. If `chosen`, the time also corrects the machine's speed, which applies to every K. The cost itself
+    /// is corrected unless this is the first step of a trial. The first step of a batch size and K corrects neither.
+    pub(super) fn observe(
+        &mut self,
+        (batch, k, has_lora): (usize, usize, bool),
+        ms: f64,
+        chosen: bool,
+        first_of_trial: bool,
+    ) {
+        let table = self.with_lora.as_mut().filter(|_| has_lora).unwrap_or(&mut self.base);
+        if table.is_first(batch, k) {
+            return;
+        }
+        let expected = table.costs.ms(batch, k);
+        let surprise = (ms / (self.scale * expected)).clamp(TIME_BOUNDS.0, TIME_BOUNDS.1);
+        if chosen {
+            self.scale *= 1.0 + MACHINE_WEIGHT * (surprise - 1.0);
+        }
+        if !first_of_trial {
+            let weight = if chosen { TIME_WEIGHT } else { TRIAL_WEIGHT };
+            // A K outside the grid teaches nothing about it; the grid of a host need not reach K.
+            let _ = table.costs.observe(batch, k, expected * surprise, weight);
+        }
     }
 }

@@ -48,7 +48,8 @@ impl Scheduler {
             let row_index = self.running[place];
             let row = &mut self.rows[row_index as usize];
             if std::mem::take(&mut row.fresh) {
-                planner.reset(row_index as usize)?;
+                let request = row.request;
+                planner.reset(row_index as usize, self.lora_id(request).is_some())?;
             }
             let row = &self.rows[row_index as usize];
             let n = row.lower_bound();

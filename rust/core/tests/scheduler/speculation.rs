@@ -2,15 +2,19 @@
 
 use std::collections::VecDeque;
 
-use specrs_core::{CostLine, CostModel, Drafter, Error, PlanOutcome, SchedulerConfig, SpeculationPlanner};
+use specrs_core::{CostLine, CostModel, Drafter, Error, Lora, PlanOutcome, SchedulerConfig, SpeculationPlanner};
 
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, speculative, with_lag};
 
 /// Returns a planner for `speculative()` with drafts that cost `draft_ms`, where the target costs 1.
 fn planner(draft_ms: f64) -> SpeculationPlanner {
+    SpeculationPlanner::new(4, 3, costs(draft_ms), 0.0).unwrap()
+}
+
+fn costs(draft_ms: f64) -> CostModel {
     let line = CostLine { draft_ms, target_ms: 1.0, vanilla_ms: 1.0 };
-    SpeculationPlanner::new(4, 3, CostModel::lines(&[1, 4], &[line, line]).unwrap(), 0.0).unwrap()
+    CostModel::lines(&[1, 4], &[line, line]).unwrap()
 }
 
 /// Runs one round with a planner: speculates and plans until steps are in flight, then settles one. Returns false
@@ -58,6 +62,26 @@ fn a_request_bound_to_no_drafts_gets_none_from_a_planner() {
     while step(&mut driver, &mut planner, &mut rows) {}
     assert!(driver.steps.iter().all(|header| header.max_k <= 1));
     assert!(driver.steps.iter().any(|header| header.max_k == 1));
+}
+
+#[test]
+fn steps_with_an_adapter_are_planned_at_their_own_costs() {
+    for (max_in_flight, base_drafts) in [(1, true), (3, true), (1, false), (3, false)] {
+        let mut driver = Driver::new(SchedulerConfig { max_in_flight, max_loras: 1, ..speculative() });
+        let ms = |draft: bool| if draft { 0.01 } else { 100.0 };
+        let mut planner = planner(ms(base_drafts)).with_lora_costs(costs(ms(!base_drafts)));
+        driver.add(0, &drafting(1, 9, 60)).unwrap();
+        driver.add(1, &Ask { lora: Some(Lora { id: 5, name: "x".into() }), ..drafting(2, 9, 12) }).unwrap();
+        let (mut rows, mut seen) = (VecDeque::new(), [false; 2]);
+        while step(&mut driver, &mut planner, &mut rows) {
+            for header in driver.steps.iter().filter(|header| header.num_prefill == 0) {
+                // The request with the adapter ends first, and later ones have none.
+                let with_lora = header.num_decode == 2;
+                seen[usize::from(with_lora)] |= header.max_k > 0;
+            }
+        }
+        assert_eq!(seen, [base_drafts, !base_drafts], "with {max_in_flight} in flight");
+    }
 }
 
 #[test]

@@ -245,7 +245,7 @@ impl Isa {
         let available = Self::available();
         available.iter().copied().find(|isa| isa.name() == name).ok_or_else(|| {
             let names: Vec<_> = available.iter().map(|isa| isa.name()).collect();
-            Error::invalid("isa", name, format!("one of {}", names.join(", ")))
+            Error::invalid("instructions", name, format!("one of {}", names.join(", ")))
         })
     }
 
@@ -321,9 +321,9 @@ impl Isa {
         self.run_integers(Largest)
     }
 
-    /// Returns tiles that multiply bytes with these instructions, if the machine has some: for many rows they are
-    /// faster than vectors, with the same bits.
-    pub fn byte_tiles(self) -> Option<Tiles> {
+    /// Returns the tiles that the machine has next to these instructions, if any. For many rows they multiply faster
+    /// than vectors: bytes with the same bits, bf16 numbers with other ones.
+    pub fn tiles(self) -> Option<Tiles> {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             Set::Avx512(_) | Set::Avx512Bf16(..) => Tiles::detect(),

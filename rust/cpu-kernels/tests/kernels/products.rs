@@ -322,7 +322,7 @@ fn compare(packed: &Packed, outputs: &[Output], rows: usize, range: (usize, usiz
 /// Returns all ways to multiply: each instruction set by vectors, by portable tiles, and by its own tiles.
 fn ways() -> Vec<(Isa, Option<Tiles>)> {
     let of = |isa: Isa| {
-        let tiles = [Some(Tiles::portable()), isa.byte_tiles()].into_iter().flatten().map(Some);
+        let tiles = [Some(Tiles::portable()), isa.tiles()].into_iter().flatten().map(Some);
         std::iter::once(None).chain(tiles).map(move |tiles| (isa, tiles)).collect::<Vec<_>>()
     };
     Isa::available().into_iter().flat_map(of).collect()

@@ -91,11 +91,8 @@ struct Context<'a> {
 
 impl Decoder {
     /// Makes a decoder of these weights on these threads, with the fastest instructions of this machine.
-    ///
-    /// # Errors
-    /// Returns no error at present.
-    pub fn new(weights: Arc<Weights>, pool: Arc<Pool>) -> Result<Self> {
-        Ok(Self::with_isa(weights, pool, Isa::detect()))
+    pub fn new(weights: Arc<Weights>, pool: Arc<Pool>) -> Self {
+        Self::with_isa(weights, pool, Isa::detect())
     }
 
     /// Makes a decoder of these weights on these threads, with the given instructions. They change only the time.

@@ -59,7 +59,7 @@ impl FedRoom {
     pub(super) fn new(weights: &Weights, isa: Isa) -> Self {
         let packed = weights.projections().filter(|(_, linear)| linear.has_packed());
         let inputs = packed.map(|(_, linear)| linear.inputs).max().unwrap_or(0);
-        Self { rounded: RoundedRoom::new(MAX_TILE_ROWS, inputs, isa.byte_tiles().is_some()), ..Self::default() }
+        Self { rounded: RoundedRoom::new(MAX_TILE_ROWS, inputs, isa.tiles().is_some()), ..Self::default() }
     }
 
     pub(super) fn poison(&mut self) {
@@ -137,7 +137,7 @@ impl Context<'_> {
     fn input<'a>(&self, linear: &Linear, x: &'a [Vector], rows: usize, room: &'a mut RoundedRoom) -> Input<'a> {
         let rounded = linear.has_packed().then(|| {
             let (x, to) = (&x[..rows * (linear.inputs / LANES)], self.activations.packed);
-            let tiles = self.isa.byte_tiles().filter(|_| fill_tiles(rows, to));
+            let tiles = self.isa.tiles().filter(|_| fill_tiles(rows, to));
             Round { x, inputs: linear.inputs, order: linear.order(), to, tiles, room }.run(self.isa)
         });
         Input::Rows { x, rounded }

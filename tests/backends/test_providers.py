@@ -1,0 +1,117 @@
+"""The table of who computes products of many rows: its choice, its file, and its errors."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from specrs.backends.cuda import providers
+from specrs.backends.cuda.providers import (
+    BUCKETS,
+    CUBLAS,
+    CUBLASLT,
+    OWN,
+    Choice,
+    Providers,
+    bucket,
+    load_providers,
+    write_providers,
+)
+from specrs.errors import InvalidConfigError
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape, load_table
+from specrs.kernels.cuda.tuning import write_table
+
+GATED = LinearShape(25600, 5120, torch.bfloat16, gated=True)
+DOWN = LinearShape(5120, 25600, torch.bfloat16)
+LT = Choice(CUBLASLT, b"\x01\xff", 130401)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(64, None), (65, 96), (96, 96), (97, 128), (128, 128), (129, 160), (2048, 2048), (2049, None)],
+)
+def test_rows_take_the_next_larger_bucket(rows: int, expected: int | None) -> None:
+    assert bucket(rows) == expected
+
+
+def test_choices_are_by_weight_dtype_and_rows() -> None:
+    chosen = Providers({"n51200-k5120-bfloat16": {96: Choice(OWN), 256: LT}})
+
+    def of(rows: int, n: int = 51200, dtype: torch.dtype = torch.bfloat16) -> str:
+        return chosen.choice_of(n, 5120, dtype, rows).provider
+
+    assert [of(rows) for rows in (64, 65, 96, 97, 192, 193, 256, 257)] == [
+        *(CUBLAS, OWN, OWN, CUBLAS),
+        *(CUBLAS, CUBLASLT, CUBLASLT, CUBLAS),
+    ]
+    assert of(96, n=25600) == of(96, dtype=torch.float16) == CUBLAS
+    assert chosen.need_cublaslt
+    assert not Providers().need_cublaslt
+    assert Providers().choice_of(51200, 5120, torch.bfloat16, 96) == Choice(CUBLAS)
+
+
+def test_all_products_must_be_own_in_both_buckets() -> None:
+    own = {96: Choice(OWN), 128: Choice(OWN), 160: LT}
+    both = Providers({providers.key_of_shape(shape): own for shape in (GATED, DOWN)})
+    assert both.are_own([GATED, DOWN])
+    assert not both.are_own([])
+    assert not both.are_own([GATED, DOWN, LinearShape(64, 64, torch.bfloat16)])
+    assert not Providers(both.entries | {providers.key_of_shape(DOWN): {96: Choice(OWN)}}).are_own([GATED, DOWN])
+
+
+def test_the_file_keeps_everything_else(tmp_path: Path) -> None:
+    path = tmp_path / "configs.json"
+    write_providers(path, "some GPU", {DOWN: {96: Choice(OWN)}})
+    write_table(path, "some GPU", {DOWN: LinearConfig(64, 128, 132, 4, 4)})
+    write_providers(path, "other GPU", {DOWN: {96: Choice(CUBLAS)}})
+    write_providers(path, "some GPU", {GATED: {2048: LT}, DOWN: {384: LT}})
+    write_providers(path, "some GPU", {DOWN: {384: Choice(CUBLAS)}})
+    assert load_providers(path) == {
+        "some GPU": {
+            "n5120-k25600-bfloat16": {96: Choice(OWN), 384: Choice(CUBLAS)},
+            "n51200-k5120-bfloat16": {2048: LT},
+        },
+        "other GPU": {"n5120-k25600-bfloat16": {96: Choice(CUBLAS)}},
+    }
+    assert load_table(path)["some GPU"][DOWN.key] == LinearConfig(64, 128, 132, 4, 4)
+    written = json.loads(path.read_text())["many_rows"]["some GPU"]["n51200-k5120-bfloat16"]
+    assert written == {"2048": {"provider": "cublaslt", "algorithm": "01ff", "version": 130401}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "entry", "message"),
+    [
+        ("100", {"provider": "own"}, "n1-k2-bfloat16.100='100': must be one of 96, 128, 160"),
+        ("96", "own", "n1-k2-bfloat16.96='own': must have provider"),
+        ("96", {}, "n1-k2-bfloat16.96={}: must have provider"),
+        ("96", {"provider": "own", "tile": 3}, "must have provider and at most algorithm, provider, version"),
+        ("96", {"provider": "magma"}, "n1-k2-bfloat16.96.provider='magma': must be one of cublas, cublaslt, own"),
+        ("160", {"provider": "own"}, "160.provider='own': must be cublas or cublaslt for more than 128 rows"),
+        ("96", {"provider": "cublaslt"}, "must have algorithm and version, an integer, for cublaslt and for it alone"),
+        ("96", {"provider": "cublaslt", "algorithm": "01"}, "must have algorithm and version"),
+        ("96", {"provider": "cublaslt", "algorithm": "01", "version": "13"}, "must have algorithm and version"),
+        ("96", {"provider": "cublas", "algorithm": "01", "version": 13}, "must have algorithm and version"),
+        (
+            "96",
+            {"provider": "cublaslt", "algorithm": "0g", "version": 13},
+            "algorithm='0g': must be hexadecimal digits",
+        ),
+        ("96", {"provider": "cublaslt", "algorithm": 12, "version": 13}, "algorithm=12: must be hexadecimal digits"),
+    ],
+)
+def test_malformed_entries_are_named(tmp_path: Path, rows: str, entry: Any, message: str) -> None:
+    path = tmp_path / "configs.json"
+    path.write_text(json.dumps({"products": {}, "many_rows": {"GPU": {"n1-k2-bfloat16": {rows: entry}}}}))
+    with pytest.raises(InvalidConfigError, match=re.escape(message)) as error:
+        load_providers(path)
+    assert str(error.value).startswith("configs.json: many_rows.GPU.")
+    assert str(error.value).endswith("; run specrs tune again, or remove the entry")
+
+
+def test_the_committed_table_can_be_read() -> None:
+    for gpu, entries in load_providers().items():
+        assert gpu
+        assert all(set(choices) <= set(BUCKETS) for choices in entries.values())
+    assert Providers.of("no such GPU") == Providers()
