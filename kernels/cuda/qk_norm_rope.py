@@ -135,10 +135,9 @@ def qk_norm_rope(
     angles: list[Tensor],
     slots: Tensor,
     cache: Tensor,
-    num_heads: int,
+    shape: list[int],
     floats: list[float],
     dependent: bool,
-    interleaved: bool = False,
 ) -> None:
     """Norm and rotate the q heads in place, and write the k heads, normed and rotated, and the v heads into the cache.
 
@@ -154,14 +153,14 @@ def qk_norm_rope(
         slots: `[N]` int64; -1 writes nothing.
         cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of qkv's dtype or of codes (see
             `kv_codes`).
-        num_heads: heads of q.
+        shape: heads of q; and 1 if features 2i and 2i + 1 of a head are rotated with each other, which needs R = D,
+            or 0 if features i and i + R / 2 are.
         floats: eps of the norms, and the scales of K and V in a cache of codes (`KVScales`), without meaning elsewhere.
         dependent: launch dependently (see `_dependent_launch`).
-        interleaved: True if features 2i and 2i + 1 of a head are rotated with each other, which needs R = D. False:
-            features i and i + R / 2 are.
 
     Everything is computed in fp32 and rounded once. No two rows may have the same slot.
     """
+    num_heads, interleaved = shape
     _check(qkv, qk_norm, angles, slots, cache, num_heads)
     block_size, dim = cache.shape[3:]
     kv_heads, k_is_v = _projected(qkv, cache, num_heads)
@@ -169,7 +168,7 @@ def qk_norm_rope(
     constants = _constants(num_heads, kv_heads, dim, 2 * angles[0].shape[1] if angles else dim, whole)
     constants |= {"ANGLES": angles[0].stride(0)} if angles else {}
     constants["NORMS_V"] = kv_heads > 0 and qk_norm is not None and qk_norm.shape[0] == heads
-    constants["K_IS_V"], constants["INTERLEAVED"] = k_is_v, interleaved
+    constants["K_IS_V"], constants["INTERLEAVED"] = k_is_v, bool(interleaved)
     fraction = fraction_of(cache.dtype)
     qk_norm_rope_kernel[(qkv.shape[0], triton.cdiv(heads, constants["BLOCK_HEADS"]))](
         qkv,
@@ -228,12 +227,11 @@ def _(
     angles: list[Tensor],
     slots: Tensor,
     cache: Tensor,
-    num_heads: int,
+    shape: list[int],
     floats: list[float],
     dependent: bool,
-    interleaved: bool = False,
 ) -> None:
-    _check(qkv, qk_norm, angles, slots, cache, num_heads)
+    _check(qkv, qk_norm, angles, slots, cache, shape[0])
 
 
 def _check(
@@ -264,14 +262,12 @@ def qk_norm_rope_reference(
     angles: Sequence[Tensor],
     slots: Tensor,
     cache: Tensor,
-    num_heads: int,
+    shape: Sequence[int],
     eps: float,
     kv_scales: Sequence[float] = (1.0, 1.0),
-    *,
-    interleaved: bool = False,
 ) -> None:
     """Do what `qk_norm_rope` does, in plain torch in float64, rounded once."""
-    block_size, dim = cache.shape[3:]
+    (num_heads, interleaved), (block_size, dim) = shape, cache.shape[3:]
     kv_heads, k_is_v = _projected(qkv, cache, num_heads)
     heads = qkv.reshape(qkv.shape[0], -1, dim)
     x = heads[:, : num_heads + kv_heads].to(torch.float64, copy=True)

@@ -115,7 +115,7 @@ def test_heads_are_what_norm_and_rotation_make_of_the_product(
     assert of_heads is not None
     exact, exact_cache = torch.empty(rows, len(product.weight), dtype=torch.float64), of_heads.cache.double()
     skinny_linear_reference(x, replace(product, heads=None), exact)
-    qk_norm_rope_reference(exact, of_heads.qk_norm, of_heads.angles, of_heads.slots, exact_cache, heads[0], EPS)
+    qk_norm_rope_reference(exact, of_heads.qk_norm, of_heads.angles, of_heads.slots, exact_cache, [heads[0], 0], EPS)
     mine = own(x, product)
     assert_near(out[:, :q], exact[:, :q], mine[:, : heads[0]].flatten(1))
     assert out[:, q:].isnan().all()

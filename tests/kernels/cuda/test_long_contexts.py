@@ -78,11 +78,11 @@ def test_k_and_v_are_written_beyond_2_31_elements(monkeypatch: pytest.MonkeyPatc
     qkv = torch.randn(3, (heads + 2 * kv_heads) * dim)
     slots = torch.tensor([5, 0, 9])
     caches = [torch.zeros(4, 2, kv_heads, block_size, dim) for _ in range(2)]
-    qk_norm_rope(qkv.clone(), None, [], slots, caches[0], heads, [1e-6, 1.0, 1.0], False)
+    qk_norm_rope(qkv.clone(), None, [], slots, caches[0], [heads, 0], [1e-6, 1.0, 1.0], False)
     each = caches[1][0].numel()
     blocks = -(-(1 << 32) // each)
     memory = FarMemory(caches[1], blocks * each * 4, monkeypatch)
-    qk_norm_rope(qkv.clone(), None, [], slots + blocks * block_size, caches[1], heads, [1e-6, 1.0, 1.0], False)
+    qk_norm_rope(qkv.clone(), None, [], slots + blocks * block_size, caches[1], [heads, 0], [1e-6, 1.0, 1.0], False)
     assert memory.taken_back > 0
     assert caches[0].any()
     assert caches[1].equal(caches[0])

@@ -146,7 +146,8 @@ def test_qk_norm_rope(
     cos_sin = [angles.cos(), angles.sin()] if turned else []
 
     exact_qkv, exact_cache = qkv.contiguous().double(), cache.double()
-    qk_norm_rope_reference(exact_qkv, given_norm, cos_sin, slots, exact_cache, num_heads, EPS, interleaved=interleaved)
+    shape = [num_heads, int(interleaved)]
+    qk_norm_rope_reference(exact_qkv, given_norm, cos_sin, slots, exact_cache, shape, EPS)
     own = qkv.reshape(rows, -1, dim).clone()
     qk = own[:, : num_heads + kv_heads]
     if qk_norm is not None and norm == "heads":
@@ -160,7 +161,7 @@ def test_qk_norm_rope(
         rotate = apply_interleaved_rotary_ if interleaved else apply_rotary_
         rotate(qk[..., :turned], *rotary_cos_sin(positions, signed, dtype))
     before = qkv.clone()
-    qk_norm_rope(qkv, given_norm, cos_sin, slots, cache, num_heads, [EPS, 3.0, 5.0], False, interleaved)
+    qk_norm_rope(qkv, given_norm, cos_sin, slots, cache, shape, [EPS, 3.0, 5.0], False)
 
     q = num_heads * dim
     assert_near(qkv[:, :q], exact_qkv[:, :q], own[:, :num_heads].reshape(rows, -1))
@@ -192,7 +193,7 @@ def test_normed_values_and_keys_that_are_values(projected: str) -> None:
     ]
     cache = torch.full((5, 2, kv_heads, 4, dim), torch.nan)
     before = qkv.clone()
-    qk_norm_rope(qkv, norm, cos_sin, slots, cache, heads, [EPS, 1.0, 1.0], False)
+    qk_norm_rope(qkv, norm, cos_sin, slots, cache, [heads, 0], [EPS, 1.0, 1.0], False)
 
     own = before.view(4, -1, dim)
     exact = own.double() / (own.double().square().mean(2, keepdim=True) + EPS).sqrt()
@@ -207,7 +208,7 @@ def test_normed_values_and_keys_that_are_values(projected: str) -> None:
             expected[slot // 4, 1, :, slot % 4] = exact[row, -kv_heads:]
     torch.testing.assert_close(cache.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     again, exact_cache = before.double(), torch.full_like(expected, torch.nan)
-    qk_norm_rope_reference(again, norm, cos_sin, slots, exact_cache, heads, EPS)
+    qk_norm_rope_reference(again, norm, cos_sin, slots, exact_cache, [heads, 0], EPS)
     torch.testing.assert_close(exact_cache, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(again[:, : heads * dim], turned[:, :heads].flatten(1), rtol=1e-5, atol=1e-5)
 
@@ -226,8 +227,8 @@ def test_quantized_keys_and_values(codes: torch.dtype, part: float) -> None:
     cos_sin = [] if angles is None else [angles.cos(), angles.sin()]
     cache = torch.full((5, 2, kv_heads, block_size, dim), torch.nan, dtype=codes)
     numbers = torch.full(cache.shape, torch.nan, dtype=torch.float64)
-    qk_norm_rope_reference(qkv.double(), norm, cos_sin, slots, numbers, heads, EPS)
-    qk_norm_rope(qkv, norm, cos_sin, slots, cache, heads, [EPS, *scales], False)
+    qk_norm_rope_reference(qkv.double(), norm, cos_sin, slots, numbers, [heads, 0], EPS)
+    qk_norm_rope(qkv, norm, cos_sin, slots, cache, [heads, 0], [EPS, *scales], False)
 
     found = cache.double()
     assert torch.equal(found.isnan(), numbers.isnan())

@@ -108,8 +108,8 @@ class Attention:
             norm = norm.view(-1)
         floats = [self.c.rms_norm_eps, *layer.kv_scales]
         slots, angles = self._slots(index), self._angles(index)
-        interleaved = self.c.interleaved_rope and bool(angles)
-        qk_norm_rope(qkv, norm, angles, slots, cache, self.c.num_heads, floats, self.ws.dependent, interleaved)
+        shape = [self.c.num_heads, int(self.c.interleaved_rope and bool(angles))]
+        qk_norm_rope(qkv, norm, angles, slots, cache, shape, floats, self.ws.dependent)
 
     def scale_queries(self, qkv: Tensor, index: int = 0) -> None:
         """Multiply the rotated queries in `qkv` of layer `index` in place by the factors of their positions, if the
