@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
-from engine.harness import poison
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.cuda.tolerance import assert_near
@@ -19,28 +18,33 @@ from models.harness import Feeder
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.backends.cuda.loader import QuantizedLoader
-from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
-from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
 from specrs.models.quantization.at_load import IntegersAtLoad
 from specrs.models.torch_loader import load_model
-from specrs.sampling import SamplingParams
-from specrs.speculative_config import SpeculativeConfig
 from sweep import sweep
 from torch import Tensor
 
-from backends.cuda_engines import SMALL, generate, give_graphs, serve_by_cuda
+from backends.cuda_engines import (
+    GREEDY,
+    SAMPLED,
+    SETTINGS,
+    TextSettings,
+    engine_config,
+    generate,
+    make_engine,
+    texts,
+    texts_in,
+)
 
-VOCAB, K = 61, 3
+VOCAB = 61
 # Chunks of 9 positions, and queries that grow from position 6 on. The second layer has no RoPE.
 SHAPE: dict[str, Any] = {"hidden": 32, "intermediate": 32, "kv_heads": 1, "head_dim": 16, "vocab": VOCAB}
 TARGETS: dict[str, dict[str, Any]] = {"experts": {}, "dense": {"moe_layers": []}}
-GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 _random = random.Random(5)
 PROMPTS = [[_random.randrange(VOCAB) for _ in range(length)] * 3 for length in (1, 3, 6)]
 
@@ -58,19 +62,10 @@ def paths(folder: Path, target: str) -> tuple[Path, Path]:
 
 def config_of(folder: Path, target: str, drafter: str | None, **fields: Any) -> EngineConfig:
     model, draft = paths(folder, target)
-    speculative: dict[str, Any] = {"method": drafter, "num_speculative_tokens": K}
-    if drafter == "ngram":
-        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
-        fields["max_steps_in_flight"] = 1
-    elif drafter == "draft_model":
-        speculative["model"] = str(draft)
-    rule = fields.pop("rule", "rejection")
-    return EngineConfig(
-        model=str(model),
-        dtype="float32",
-        speculative_config=None if drafter is None else SpeculativeConfig(**speculative, rejection_sample_method=rule),
-        **(SMALL | {"enforce_eager": True} | fields),
-    )
+    speculative: dict[str, Any] | None = None if drafter is None else {"method": drafter}
+    if drafter == "draft_model":
+        speculative = {"method": drafter, "model": str(draft)}
+    return engine_config(model, speculative, **fields)
 
 
 @cache
@@ -78,65 +73,35 @@ def weights(folder: Path, target: str, drafter: str | None) -> Any:
     return load_weights(config_of(folder, target, drafter))
 
 
-def engine(folder: Path, target: str, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
-    with pytest.MonkeyPatch.context() as patch:
-        if gpu:
-            serve_by_cuda(patch)
-            fields["enforce_eager"] = False
-        made = build_engine(config_of(folder, target, drafter, **fields), weights(folder, target, drafter))
-    assert isinstance(made.runner, CudaRunner) == gpu
-    if gpu:
-        poison(made)
-    return made
-
-
-def texts(own: Engine, params: SamplingParams) -> list[list[int]]:
-    requests = generate(own, [params] * len(PROMPTS), 9, PROMPTS)
-    assert all(request.error is None for request in requests)
-    return [request.output_token_ids for request in requests]
+def engine(folder: Path, target: str, drafter: str | None, *, gpu: bool = True, **fields: Any) -> Engine:
+    return make_engine(config_of(folder, target, drafter, **fields), weights(folder, target, drafter), gpu=gpu)
 
 
 @cache
 def plain(folder: Path, target: str, sampled: bool) -> list[list[int]]:
     """Return the texts of the CPU runner without drafts."""
-    return texts(engine(folder, target, None, gpu=False), SAMPLED if sampled else GREEDY)
+    own = [SAMPLED if sampled else GREEDY] * len(PROMPTS)
+    return texts(generate(engine(folder, target, None, gpu=False), own, 9, PROMPTS))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @sweep(6)
-@given(
-    st.sampled_from(["draft_model", "ngram", None]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([12, 4]),
-    st.sampled_from([16, 40]),
-    st.booleans(),
-)
+@given(st.sampled_from(["draft_model", "ngram", None]), SETTINGS, st.booleans())
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path, target: str, drafter: str | None, sampled: bool, graphs: bool, budget: int, blocks: int, hits: bool
+    folder: Path, target: str, drafter: str | None, settings: TextSettings, hits: bool
 ) -> None:
     """Check texts against a CPU without drafts, for every drafter, preemption, prefix hits, batch and chunk size.
     Blocks of old chunks are freed, and what memory holds begins as NaN."""
-    mine = engine(
-        folder,
-        target,
-        drafter,
-        gpu=True,
-        rule="coupled" if sampled else "rejection",
-        max_num_batched_tokens=budget,
-        num_gpu_blocks_override=blocks,
-        num_reserved_decode_tokens=0,
-        enable_prefix_caching=hits,
-    )
-    if graphs:
-        give_graphs(mine)
+    # Layers with chunks and the others have blocks of their own.
+    fields = settings.fields | {"num_gpu_blocks_override": 2 * settings.blocks, "enable_prefix_caching": hits}
+    mine = engine(folder, target, drafter, **fields)
     for _ in range(1 + hits):
-        assert texts(mine, SAMPLED if sampled else GREEDY) == plain(folder, target, sampled)
+        assert texts_in(settings, mine, 9, PROMPTS) == plain(folder, target, settings.sampled)
 
 
 def test_drafts_are_accepted(folder: Path) -> None:
-    mine = engine(folder, "experts", "draft_model", gpu=True)
-    assert texts(mine, GREEDY) == plain(folder, "experts", sampled=False)
+    mine = engine(folder, "experts", "draft_model")
+    assert texts(generate(mine, [GREEDY] * len(PROMPTS), 9, PROMPTS)) == plain(folder, "experts", sampled=False)
     stats = mine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 

@@ -36,7 +36,19 @@ def load(path: Path, **fields: Any) -> tuple[EngineConfig, TorchDecoder]:
     return config, made
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "mixtral", "qwen3_5_moe_text", "gemma4", "gemma4, experts"])
+FAMILIES = [
+    "qwen3",
+    "gpt_oss",
+    "mixtral",
+    "qwen3_5_moe_text",
+    "lfm2",
+    "llama4_text",
+    "gemma4",
+    "gemma4, experts",
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_unquantized_models(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if family.startswith("gemma4"):
         path = make_gemma4(tmp_path / "model", family, with_tokenizer=False)

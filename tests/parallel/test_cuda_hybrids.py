@@ -81,7 +81,7 @@ def feed(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(found), *bases
 
 
-def plan_snapshot(states: NetStates, length: int) -> None:
+def plan_snapshot(states: NetStates[Any], length: int) -> None:
     """Let the next step write a snapshot of the first `length` positions of row 0 into `SLOT`."""
     fields = dict.fromkeys(HEADER_FIELDS, 0) | {"num_snapshots": 1}
     none, sections = torch.zeros(0, dtype=torch.int64), {"snapshot_row": 0, "snapshot_len": length}
