@@ -96,11 +96,16 @@ def test_prompt_chunks(folder: Path, name: str) -> None:
 
 
 KERNELS = {
-    "hybrid": ["delta_states.delta_conv", "delta_states.delta_rule", "delta_states.gated_norm"],
+    "hybrid": [
+        "delta_states.delta_conv",
+        "delta_states.delta_rule",
+        "delta_states.gated_norm",
+        "decoder.split_gates",
+        "decoder.apply_gates",
+    ],
     "lfm2": ["conv_states.short_conv", "conv_states.keep_conv_inputs"],
 }
-"""Kernels of layers with states, by model."""
-KERNELS["hybrid"] += ["decoder.split_gates", "decoder.apply_gates"]
+"""Kernels of layers with states, and of gated attention, by model."""
 
 
 @pytest.mark.parametrize(("name", "kernel"), [(name, kernel) for name in KERNELS for kernel in KERNELS[name]])
