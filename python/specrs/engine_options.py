@@ -179,7 +179,7 @@ class EngineOptions:
         None,
         Integer(2, units=True),
         "maximum tokens of prompt and output together",
-        default_is="the model's max_position_embeddings",
+        default_is="the model's max_position_embeddings; on a CPU at most what fits in the default KV cache",
         commands=_EVERYWHERE,
     )
     max_num_seqs: int | None = _engine_option(

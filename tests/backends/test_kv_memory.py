@@ -1,10 +1,18 @@
 """The size of the KV pool: what the user asks for, what one request needs, what the machine has."""
 
+import logging
+
 import pytest
-from specrs.backends.cpu.kv_memory import resolve_num_blocks
+from hypothesis import given
+from hypothesis import strategies as st
+from specrs.backends.cpu.kv_memory import longest_request, resolve_num_blocks
 from specrs.config import EngineConfig
 from specrs.engine import build
+from specrs.engine.request import Request
 from specrs.errors import InvalidConfigError
+from specrs.model_values import DEFAULT_CPU_KV_CACHE_BYTES
+from specrs.pair import TARGET
+from specrs.sampling import SamplingParams
 
 
 def test_blocks_of_the_pool() -> None:
@@ -49,3 +57,44 @@ def test_more_memory_than_there_is_is_rejected_before_a_weight_is_read(monkeypat
         build.build_engine(EngineConfig.from_kwargs(kv_cache_memory_bytes=given, device="cpu"))
     with pytest.raises(InvalidConfigError, match=r"^num_gpu_blocks_override=9000: 8.79 GiB"):
         resolve_num_blocks(EngineConfig(num_gpu_blocks_override=9000), 1 << 20, 2048, 128)
+
+
+@given(st.integers(2, 5000), st.integers(1, 40), st.integers(0, 60), st.integers(0, 400))
+def test_the_longest_request_that_fits(most: int, size: int, further: int, blocks: int) -> None:
+    """Check that one more token would not fit, and that nothing is lowered if all fits, nothing fits, or the user sized
+    the cache."""
+
+    def needed(length: int) -> int:
+        return -(-length // size) + further
+
+    def longest(config: EngineConfig) -> int:
+        return longest_request(config, DEFAULT_CPU_KV_CACHE_BYTES // max(1, blocks), most, needed)
+
+    held = DEFAULT_CPU_KV_CACHE_BYTES // (DEFAULT_CPU_KV_CACHE_BYTES // max(1, blocks))
+    fit = longest(EngineConfig())
+    if needed(2) > held:
+        assert fit == most
+    else:
+        assert needed(fit) <= held
+        assert fit == most or needed(fit + 1) > held
+    for sized in (EngineConfig(num_gpu_blocks_override=1), EngineConfig(kv_cache_memory_bytes=1)):
+        assert longest(sized) == most
+
+
+def test_a_long_model_is_served_by_default(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Check that a model that is longer than the default KV cache is served up to what fits. A length that the user set
+    is rejected."""
+    monkeypatch.setattr("specrs.backends.cpu.kv_memory.DEFAULT_CPU_KV_CACHE_BYTES", 400_000)
+    with caplog.at_level(logging.INFO, "specrs"):
+        engine = build.build_engine(EngineConfig.from_kwargs(model=str(TARGET), device="cpu", speculative_config=None))
+    length = engine.max_model_len
+    assert f"max_model_len is lowered from 2048 to {length}: more does not fit" in caplog.text
+    assert 16 <= length < 2048
+    params = SamplingParams(temperature=0.0, max_tokens=2 * length, ignore_eos=True, detokenize=False)
+    job = Request(0, [1, 2, 3], params, num_speculative_tokens=0)
+    engine.add_request(job)
+    while engine.has_unfinished():
+        engine.step()
+    assert (len(job.output_token_ids), job.finish_reason) == (length - 3, "length")
+    with pytest.raises(InvalidConfigError, match=f"one request of max_model_len={length + 16} needs"):
+        build.build_engine(EngineConfig.from_kwargs(model=str(TARGET), device="cpu", max_model_len=length + 16))

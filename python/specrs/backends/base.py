@@ -149,6 +149,11 @@ class Backend(Protocol):
     def merged_prefill(self, blueprint: Blueprint) -> MergedPrefill:
         """Return how many prompt tokens fit into verification passes. The scheduler limits prompt chunks to that."""
 
+    def longest_request(self, blueprint: Blueprint) -> int:
+        """Return the largest `max_model_len`, at most the blueprint's, with which one request fits in the KV cache that
+        an engine has by default. It is the blueprint's if the user sized the cache, if not even a short request fits,
+        or if the backend measures the memory later."""
+
     def num_blocks(self, blueprint: Blueprint) -> int:
         """Return the size of the KV block pool, which target and drafter share.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from specrs.backends.blueprint import Blueprint, MergedPrefill
 from specrs.backends.cpu.assistant import load_assistant
 from specrs.backends.cpu.eagle3 import load_head
-from specrs.backends.cpu.kv_memory import resolve_num_blocks
+from specrs.backends.cpu.kv_memory import longest_request, resolve_num_blocks
 from specrs.backends.cpu.loader import load
 from specrs.backends.cpu.lora_rows import LoRARows
 from specrs.backends.cpu.mtp import load_mtp
@@ -96,6 +96,15 @@ class CpuBackend:
     def merged_prefill(self, blueprint: Blueprint) -> MergedPrefill:
         """Return no room: a CPU computes prompt chunks at the same cost in any pass."""
         return MergedPrefill()
+
+    def longest_request(self, blueprint: Blueprint) -> int:
+        return longest_request(
+            blueprint.config,
+            blueprint.bytes_per_block,
+            blueprint.max_model_len,
+            blueprint.scheduler(1).least_blocks,
+            blueprint.state_bytes,
+        )
 
     def num_blocks(self, blueprint: Blueprint) -> int:
         return resolve_num_blocks(

@@ -124,6 +124,11 @@ class CudaBackend:
 
         return make_merged_prefill(blueprint)
 
+    def longest_request(self, blueprint: Blueprint) -> int:
+        """Return the blueprint's own length: memory for KV is measured later, and a model that leaves too little is
+        rejected."""
+        return blueprint.max_model_len
+
     def num_blocks(self, blueprint: Blueprint) -> int:
         from specrs.backends.cuda.kv_memory import measure_num_blocks
 
