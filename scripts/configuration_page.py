@@ -20,6 +20,8 @@ HEAD = """# Configuration
 
 This page is generated from the declarations in the code: run `make generate` after a change.
 
+[Environment variables](environment.md) configure a process, too: its number of threads, its instruction set, keys.
+
 """
 SECTIONS = (
     (

@@ -17,9 +17,9 @@ For anybody who configures a process from outside, such as a container or a serv
 OWN = {
     "Engine and commands": {
         "SPECRS_NUM_THREADS": "CPU threads of the engine, if `threads` is not given. An empty value is an error.",
-        "SPECRS_ISA": "Instruction set of native passes on a CPU: a name that `specrs doctor` lists, other than `amx`. "
-        "Default: the fastest that the processor has. Text does not change, except with `cpu_activations` of `bf16` or "
-        "`cpu_prefill` of `amx`.",
+        "SPECRS_ISA": "Instruction set of native passes on a CPU: a name that `specrs doctor` lists, other than `amx`; "
+        "it also shows the one in use. Default: the fastest that the processor has. Text does not change, except with "
+        "`cpu_activations` of `bf16` or `cpu_prefill` of `amx`.",
         "OMP_NUM_THREADS": "Threads of torch, and of a rank without the setting above. `--threads` sets it. "
         "Without both, commands set it to 1 for the bundled pair.",
         "NO_COLOR": "`specrs chat` prints its figures in the ordinary colour.",

@@ -8,6 +8,7 @@ import pytest
 from specrs.cli import main
 from specrs.cli.doctor import lines, machine, served
 from specrs.core import cpu_instruction_sets
+from specrs.instruction_sets import start_pool
 
 GPU = {"name": "NVIDIA H100", "memory_GiB": 80.0, "compute_capability": "9.0", "driver": "570.1"}
 MACHINE: dict[str, Any] = {"memory_GiB": {"total": 16.0, "available": 10.0}, "GPUs": []}
@@ -19,6 +20,7 @@ def test_the_findings_of_this_machine(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["versions"]["numpy"][0].isdigit()
     assert found["machine"]["instruction_sets"] == cpu_instruction_sets()
     assert found["machine"]["instruction_sets"][-1] == "portable"
+    assert found["machine"]["instruction_set_in_use"] == start_pool(1).instructions
     assert 0 < found["machine"]["memory_GiB"]["available"] <= found["machine"]["memory_GiB"]["total"]
     assert "Llama 2" in found["serves"]["models"]
 

@@ -39,9 +39,22 @@ def machine() -> dict[str, Any]:
         "processor": processor(),
         "cores": {"physical": physical_cores(), "logical": len(usable_processors())},
         "instruction_sets": cpu_instruction_sets(),
+        "instruction_set_in_use": instruction_set_in_use(),
         "memory_GiB": memory(),
         "GPUs": gpus(),
     }
+
+
+def instruction_set_in_use() -> str:
+    """Return the name of the instruction set of native passes, which SPECRS_ISA may choose; if it names none of this
+    processor's, the error that engines raise."""
+    from specrs.errors import InvalidConfigError
+    from specrs.instruction_sets import start_pool
+
+    try:
+        return start_pool(1).instructions
+    except InvalidConfigError as error:
+        return str(error)
 
 
 def processor() -> str:
