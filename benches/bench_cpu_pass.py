@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import specrs
 from specrs.backends.cpu.weights import load_native
-from specrs.core import CpuPool
+from specrs.instruction_sets import start_pool
 from specrs.models.native_cache import NativeKVCache
 from specrs.models.native_decoder import NativeDecoder
 from specrs.models.native_inputs import NativeInputs
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model = load_native(args.model, dtype=args.dtype).on_pool(CpuPool(args.threads))
+    model = load_native(args.model, dtype=args.dtype).on_pool(start_pool(args.threads))
     times = measure(model, args.rows, args.context, args.repeats)
     print(f"{args.model.name}, {args.threads} threads, context {args.context}")
     print("| rows | median ms | p10 ms | of the first |\n| --- | --- | --- | --- |")
