@@ -110,6 +110,24 @@ def test_malformed_entries_are_named(tmp_path: Path, rows: str, entry: Any, mess
     assert str(error.value).endswith("; run specrs tune again, or remove the entry")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "configs.json=[]: must be an object"),
+        ('{"many_rows": null}', "many_rows=None: must be an object"),
+        ('{"many_rows": {"GPU": []}}', "many_rows.GPU=[]: must be an object"),
+        ('{"many_rows": {"GPU": {"n1-k2-bfloat16": "own"}}}', "many_rows.GPU.n1-k2-bfloat16='own': must be an object"),
+    ],
+)
+def test_other_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "configs.json"
+    path.write_text(text)
+    with pytest.raises(InvalidConfigError, match=re.escape(message)) as error:
+        load_providers(path)
+    assert "run specrs tune again, or remove" in str(error.value)
+
+
 def test_the_committed_table_can_be_read() -> None:
     for gpu, entries in load_providers().items():
         assert gpu

@@ -102,17 +102,29 @@ class Providers:
 def load_providers(path: Path = TABLE) -> Mapping[str, Entries]:
     """Load the table: `{GPU name: {key: {bucket: choice}}}`. Empty if the file has none.
 
-    Raises InvalidConfigError, which names the entry, for a bucket, provider or field that does not exist, for our
-    kernel with more than 128 rows, and for an algorithm that is missing or is no cuBLASLt's.
+    Raises InvalidConfigError, which names the entry, for what is no object of JSON, for a bucket, provider or field
+    that does not exist, for our kernel with more than 128 rows, and for an algorithm that is missing or is no
+    cuBLASLt's.
     """
-    content = json.loads(path.read_text(encoding="utf-8")).get("many_rows", {})
-    return {
-        gpu: {
-            key: dict(_read(f"{path.name}: many_rows.{gpu}.{key}", rows, entry) for rows, entry in of_key.items())
-            for key, of_key in of_gpu.items()
+    where = f"{path.name}: many_rows"
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidConfigError(f"{path}: is not JSON ({error}); run specrs tune again, or remove the file") from error
+    made: dict[str, Entries] = {}
+    for gpu, of_gpu in _object(where, _object(path.name, whole).get("many_rows", {})).items():
+        made[gpu] = {
+            key: dict(_read(f"{where}.{gpu}.{key}", *each) for each in _object(f"{where}.{gpu}.{key}", of_key).items())
+            for key, of_key in _object(f"{where}.{gpu}", of_gpu).items()
         }
-        for gpu, of_gpu in content.items()
-    }
+    return made
+
+
+def _object(where: str, value: Any) -> dict[str, Any]:
+    """Return `value`, which must be an object of JSON."""
+    if not isinstance(value, dict):
+        raise _wrong(where, value, "must be an object")
+    return value
 
 
 def _read(where: str, rows: str, entry: Any) -> tuple[int, Choice]:
