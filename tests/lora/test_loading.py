@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from specrs.engine.loras import LoRAStore
 from specrs.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
+from specrs.models.wrappers import TEXT_BEGINNINGS
 
 from .adapters import PREFIX, Spec, write_adapter
 
@@ -228,3 +230,23 @@ def test_config_files_are_read_as_json(checkpoint: Path, model: TorchDecoder, tm
         (path / "adapter_config.json").write_text(text, encoding="utf-8")
         with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
             store(model).load(request(path))
+
+
+@pytest.mark.parametrize("beginning", TEXT_BEGINNINGS)
+@pytest.mark.parametrize("named_by", ["list", "expression"])
+def test_an_adapter_of_a_multimodal_checkpoint(
+    beginning: str, named_by: str, checkpoint: Path, model: TorchDecoder, tmp_path: Path
+) -> None:
+    """Check that modules may have the names of a multimodal checkpoint, also where an expression names them."""
+    spec = replace(SPEC, named_by=named_by)
+    path = write_adapter(tmp_path / "adapter", checkpoint, spec)
+    known = store(model).load(request(path))
+    tensors = load_file(path / "adapter_model.safetensors")
+    renamed = {name.replace(f"{PREFIX}model.", PREFIX + beginning, 1): tensor for name, tensor in tensors.items()}
+    assert not renamed.keys() & tensors.keys()
+    save_file(renamed, path / "adapter_model.safetensors")
+    found = store(model).load(request(path))
+    for own, other in zip(found.layers, known.layers, strict=True):
+        assert own.keys() == other.keys()
+        for name, parts in own.items():
+            assert all(torch.equal(x.a, y.a) and torch.equal(x.b, y.b) for x, y in zip(parts, other[name], strict=True))

@@ -18,6 +18,7 @@ from specrs.models.lora import LoRAAdapter, LoRAPart
 from specrs.models.lora_config import LoRAConfig, read_lora_config
 from specrs.models.registry import stored_name
 from specrs.models.tensors import tensor_shapes
+from specrs.models.wrappers import TEXT_BEGINNINGS
 
 FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -65,7 +66,8 @@ def places(config: ModelConfig) -> dict[str, Place]:
 def load_lora(folder: Path, model: DecoderFacts, *, name: str, lora_int_id: int, max_lora_rank: int) -> LoRAAdapter:
     """Read the PEFT adapter in `folder`, in the dtype of `model`.
 
-    Names, ranks and shapes of all tensors are checked before any data is read. Raises CheckpointError if a file is
+    Names, ranks and shapes of all tensors are checked before any data is read. Modules have the names of the text model
+    or those of a multimodal checkpoint that it is a part of. Raises CheckpointError if a file is
     missing or does not fit the model, or UnsupportedModelError for what is not implemented.
     """
     config, known = read_lora_config(folder), places(model.config)
@@ -78,6 +80,8 @@ def load_lora(folder: Path, model: DecoderFacts, *, name: str, lora_int_id: int,
         file = SafetensorsFile(path)
     except (SafetensorError, OSError) as fault:
         raise CheckpointError(f"{path}: could not be read: {fault}") from fault
+    beginning = next((each for each in TEXT_BEGINNINGS for name in file.entries if name.startswith(_PREFIX + each)), "")
+    known = {module.replace("model.", beginning or "model.", 1): place for module, place in known.items()}
     names = _check(path, file.entries, config, known, max_lora_rank)
     layers: list[dict[str, tuple[LoRAPart, ...]]] = [{} for _ in range(model.num_layers)]
     for module, (a, b) in names.items():

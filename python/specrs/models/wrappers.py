@@ -92,6 +92,8 @@ _TOWERS = re.compile(
 """Beginnings of the names of tensors that only images and sound need."""
 HEAD = "mtp."
 """Beginning of the names of the tensors of an MTP head."""
+TEXT_BEGINNINGS = ("language_model.model.", "model.language_model.")
+"""Beginnings of the names of a text model's layers in a multimodal checkpoint, in place of `model.`."""
 _TEXT = re.compile(r"(language_model\.model|model\.language_model|language_model\.(?=lm_head))\.?")
 """Beginnings of the names of a text model's tensors in a multimodal checkpoint."""
 
