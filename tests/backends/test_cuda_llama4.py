@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hf_reference
 import pytest
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
@@ -18,10 +19,12 @@ from models.harness import Feeder
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.backends.cuda.loader import QuantizedLoader
+from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
+from specrs.integrations import transformers
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
 from specrs.models.quantization.at_load import IntegersAtLoad
@@ -33,10 +36,12 @@ from backends.cuda_engines import (
     GREEDY,
     SAMPLED,
     SETTINGS,
+    SMALL,
     TextSettings,
     engine_config,
     generate,
     make_engine,
+    serve_by_cuda,
     texts,
     texts_in,
 )
@@ -104,6 +109,22 @@ def test_drafts_are_accepted(folder: Path) -> None:
     assert texts(generate(mine, [GREEDY] * len(PROMPTS), 9, PROMPTS)) == plain(folder, "experts", sampled=False)
     stats = mine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_text_of_transformers(folder: Path, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that `custom_generate` of a model without experts gives transformers' own text."""
+    serve_by_cuda(monkeypatch)
+    monkeypatch.setattr(transformers, "EngineConfig", lambda **fields: EngineConfig(**SMALL | fields))
+    model, draft = (hf_reference.load(path, torch.float32) for path in paths(folder, "dense"))
+    common: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    common["input_ids"] = torch.tensor([PROMPTS[2][:12]])
+    common["attention_mask"] = torch.ones_like(common["input_ids"])
+    extra = {"draft_model": draft, "num_speculative_tokens": 2} if drafts else {}
+    found = model.generate(**common, custom_generate=transformers.generate, **extra)
+    (own,) = transformers._engines[model].values()
+    assert isinstance(own.runner, CudaRunner)
+    assert found.equal(model.generate(**common))
 
 
 def test_quantized_weights(tmp_path: Path) -> None:

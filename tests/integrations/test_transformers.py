@@ -11,6 +11,7 @@ import pytest
 import specrs.integrations.transformers as integration
 import torch
 from checkpoints import FAMILIES, make_checkpoint, perturb_checkpoint
+from hf_reference import generate as generate_alone
 from hf_reference import load
 from specrs.errors import UnsupportedModelError, UnsupportedRequestError
 from specrs.integrations.transformers import generate
@@ -56,6 +57,18 @@ def test_greedy_text_is_that_of_transformers(pair: tuple[Any, Any], k: int | Non
     expected = model.generate(**common)
     extra = {} if k is None else {"draft_model": draft, "num_speculative_tokens": k}
     assert model.generate(**common, custom_generate=generate, **extra).equal(expected)
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_llama4_without_experts(k: int | None, tmp_path: Path) -> None:
+    """Check a family whose tensors have other names here. Prompts have no padding, which transformers counts among the
+    positions by which queries grow."""
+    target = make_checkpoint(tmp_path / "target", "llama4_text", seed=1, moe_layers=[])
+    model, draft = load(target), load(perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2))
+    extra = {} if k is None else {"draft_model": draft, "num_speculative_tokens": k}
+    for prompt in ([44], [8, 8, 150, 2, 9, 10, 11, 12, 3, 7, 5, 9]):
+        found = generate_alone(model, prompt, 24, custom_generate=generate, **extra)
+        assert found == generate_alone(model, prompt, 24)
 
 
 def add_to_data(model: Any, name: str) -> None:

@@ -16,6 +16,7 @@ import itertools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -35,6 +36,7 @@ from specrs.integrations.fingerprint import fingerprint
 from specrs.integrations.hf_arguments import TokenStream, check_arguments, of_generate
 from specrs.models.config import parse_config
 from specrs.models.errors import unsupported, with_equal_layers, without_states
+from specrs.models.registry import renamed
 from specrs.models.torch_arrays import TORCH_DTYPES, to_numpy
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_tensors
@@ -183,12 +185,15 @@ def _padded(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfi
 
 
 class _StateDict:
-    """Tensors of a transformers model, with the interface of a `Checkpoint`, which reads those of a folder."""
+    """Tensors of a transformers model, with the interface of a `Checkpoint`, which reads those of a folder. They are
+    named as in other families."""
 
     folder = "the transformers model"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._tensors: Mapping[str, Tensor] = model.state_dict()
+        held = model.state_dict()
+        names = renamed(Path(self.folder), {name: name for name in held}, [type(model).__name__])
+        self._tensors: Mapping[str, Tensor] = {name: held[own] for name, own in names.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
