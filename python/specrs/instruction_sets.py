@@ -28,10 +28,17 @@ def usable_instruction_sets() -> list[str]:
     return tiles + vectors[vectors.index(name) :]
 
 
+def instruction_set() -> str:
+    """Return the name of the instruction set of native passes: the first of `usable_instruction_sets` but `amx`.
+
+    Raises InvalidConfigError as that does.
+    """
+    return next(name for name in usable_instruction_sets() if name != "amx")
+
+
 def start_pool(threads: int) -> CpuPool:
-    """Return a pool of `threads` threads, whose passes use the fastest of `usable_instruction_sets`.
+    """Return a pool of `threads` threads, whose passes use `instruction_set`.
 
     Raises InvalidConfigError for SPECRS_ISA as `usable_instruction_sets` does, and if the system gives fewer threads.
     """
-    vectors = [name for name in usable_instruction_sets() if name != "amx"]
-    return CpuPool(threads, vectors[0])
+    return CpuPool(threads, instruction_set())

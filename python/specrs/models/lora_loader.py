@@ -80,8 +80,9 @@ def load_lora(folder: Path, model: DecoderFacts, *, name: str, lora_int_id: int,
         file = SafetensorsFile(path)
     except (SafetensorError, OSError) as fault:
         raise CheckpointError(f"{path}: could not be read: {fault}") from fault
-    beginning = next((each for each in TEXT_BEGINNINGS for name in file.entries if name.startswith(_PREFIX + each)), "")
-    known = {module.replace("model.", beginning or "model.", 1): place for module, place in known.items()}
+    spellings = (each for each in TEXT_BEGINNINGS for name in file.entries if name.startswith(_PREFIX + each))
+    beginning = next(spellings, "model.")
+    known = {beginning + module.removeprefix("model."): place for module, place in known.items()}
     names = _check(path, file.entries, config, known, max_lora_rank)
     layers: list[dict[str, tuple[LoRAPart, ...]]] = [{} for _ in range(model.num_layers)]
     for module, (a, b) in names.items():

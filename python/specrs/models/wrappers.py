@@ -94,7 +94,7 @@ HEAD = "mtp."
 """Beginning of the names of the tensors of an MTP head."""
 TEXT_BEGINNINGS = ("language_model.model.", "model.language_model.")
 """Beginnings of the names of a text model's layers in a multimodal checkpoint, in place of `model.`."""
-_TEXT = re.compile(r"(language_model\.model|model\.language_model|language_model\.(?=lm_head))\.?")
+_TEXT = re.compile(rf"({'|'.join(re.escape(each[:-1]) for each in TEXT_BEGINNINGS)}|language_model\.(?=lm_head))\.?")
 """Beginnings of the names of a text model's tensors in a multimodal checkpoint."""
 
 

@@ -28,7 +28,6 @@ def resolve_num_blocks(
     Raises `InvalidConfigError` if no request of full length fits, or if the pool that the user asked for is larger than
     the memory.
     """
-
     given = given_num_blocks(config, bytes_per_block, max_model_len, least_blocks, lambda: _left(config, state_bytes))
     if given is not None:
         return given

@@ -49,10 +49,10 @@ def instruction_set_in_use() -> str:
     """Return the name of the instruction set of native passes, which SPECRS_ISA may choose; if it names none of this
     processor's, the error that engines raise."""
     from specrs.errors import InvalidConfigError
-    from specrs.instruction_sets import start_pool
+    from specrs.instruction_sets import instruction_set
 
     try:
-        return start_pool(1).instructions
+        return instruction_set()
     except InvalidConfigError as error:
         return str(error)
 
