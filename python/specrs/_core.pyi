@@ -2602,8 +2602,8 @@ def cpu_instruction_sets() -> list[str]:
     """Return the names of the instruction sets that this processor has and CPU passes can use, the fastest first.
 
     `amx` multiplies the prompts of `cpu_prefill="amx"` and many rows of quantized weights. Of the others, a `CpuPool`
-    uses the first unless it is told another: `avx512_bf16`, `avx512`, `avx2`, `neon` or `portable`, which every
-    processor has.
+    uses the first unless it is told another: `avx512_bf16`, `avx512`, `avx_vnni`, `avx2`, `neon` or `portable`, which
+    every processor has.
     """
 
 def philox_uniform(

@@ -2,13 +2,20 @@
 
 #![allow(unsafe_code, clippy::wildcard_imports)]
 
-use super::{Kernel, LANES, Simd};
+use super::{Kernel, LANES, Simd, each_row};
 use crate::memory::Bf16;
+use std::arch::asm;
 use std::arch::x86_64::*;
 
-/// Proof that the machine has AVX2, made by [`Avx2::detect`] alone: code that holds one may use AVX2, FMA and F16C.
+/// Extension constant: none.
+pub(super) const PLAIN: u8 = 0;
+/// Extension constant: AVX-VNNI.
+pub(super) const VNNI: u8 = 1;
+
+/// Proof that the machine has AVX2 and the extension `WITH`, made by [`Avx2::detect`] alone: code that holds one may use
+/// AVX2, FMA and F16C, and the extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Avx2(());
+pub(crate) struct Avx2<const WITH: u8>(());
 
 /// Lanes 0 to 7 and lanes 8 to 15.
 type V = [__m256; 2];
@@ -22,25 +29,41 @@ macro_rules! avx2 {
     };
 }
 
-impl Avx2 {
+impl<const WITH: u8> Avx2<WITH> {
     pub(super) fn detect() -> Option<Self> {
         let found =
             is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
-        found.then_some(Self(()))
+        let extended = WITH == PLAIN || is_x86_feature_detected!("avxvnni");
+        (found && extended).then_some(Self(()))
     }
+}
 
+impl Avx2<PLAIN> {
     #[inline]
     pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         avx2!(run(self, kernel))
     }
 }
 
+impl Avx2<VNNI> {
+    #[inline]
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: the receiver exists only where the machine has AVX2, FMA, F16C and AVX-VNNI.
+        unsafe { run_vnni(self, kernel) }
+    }
+}
+
 #[target_feature(enable = "avx2,fma,f16c")]
-fn run<K: Kernel>(s: Avx2, kernel: K) -> K::Output {
+fn run<K: Kernel>(s: Avx2<PLAIN>, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
-impl Simd for Avx2 {
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+fn run_vnni<K: Kernel>(s: Avx2<VNNI>, kernel: K) -> K::Output {
+    kernel.run(s)
+}
+
+impl<const WITH: u8> Simd for Avx2<WITH> {
     type V = V;
     const WIDE: bool = false;
 
@@ -178,7 +201,9 @@ impl Simd for Avx2 {
         [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
     }
 
-    const INTEGER_ROWS: usize = 3;
+    const INTEGER_ROWS: usize = if WITH == VNNI { 6 } else { 3 };
+    // Five cycles from a sum to the next one, and up to two of a row's two sums a cycle. A fifth would want more registers.
+    const INTEGER_SUMS: usize = if WITH == VNNI { 4 } else { 1 };
     type I = [__m256i; 2];
 
     #[inline(always)]
@@ -251,24 +276,27 @@ impl Simd for Avx2 {
         })
     }
 
+    // Without VNNI sums of two products have to be within 16 bits.
+    const LARGEST_BYTE: i32 = if WITH == VNNI { 255 } else { 127 };
+
     #[inline(always)]
-    fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
-        avx2!([
-            _mm256_add_epi32(acc[0], _mm256_madd_epi16(a[0], b[0])),
-            _mm256_add_epi32(acc[1], _mm256_madd_epi16(a[1], b[1])),
-        ])
+    fn dots16<const R: usize>(self, sums: &mut [[Self::I; 4]; R], part: usize, codes: Self::I, x: &[i32; R]) {
+        if WITH == VNNI {
+            // SAFETY: this receiver is made only where the machine has AVX-VNNI.
+            each_row!(R, ROW, { sums[ROW][part] = unsafe { pairs_vnni::<ROW, R>(sums[ROW][part], codes, x) } });
+        } else {
+            each_row!(R, ROW, { sums[ROW][part] = avx2!(pairs::<ROW, R>(sums[ROW][part], codes, x)) });
+        }
     }
 
-    // Sums of two products are within 16 bits.
-    const LARGEST_BYTE: i32 = 127;
-
     #[inline(always)]
-    fn dot8(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
-        avx2!({
-            let ones = _mm256_set1_epi16(1);
-            let dot = |i: usize| _mm256_madd_epi16(_mm256_maddubs_epi16(a[i], b[i]), ones);
-            [_mm256_add_epi32(acc[0], dot(0)), _mm256_add_epi32(acc[1], dot(1))]
-        })
+    fn dots8<const R: usize>(self, sums: &mut [[Self::I; 4]; R], part: usize, codes: Self::I, x: &[i32; R]) {
+        if WITH == VNNI {
+            // SAFETY: this receiver is made only where the machine has AVX-VNNI.
+            each_row!(R, ROW, { sums[ROW][part] = unsafe { bytes_vnni::<ROW, R>(sums[ROW][part], codes, x) } });
+        } else {
+            each_row!(R, ROW, { sums[ROW][part] = avx2!(bytes::<ROW, R>(sums[ROW][part], codes, x)) });
+        }
     }
 
     #[inline(always)]
@@ -298,3 +326,61 @@ fn quads(a: V, b: V) -> __m256 {
 fn from_i8(x: __m128i) -> V {
     [_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x)))]
 }
+
+/// Defines a function that adds the products of `a` with word `ROW` of `x` to `acc`. The word is in every lane of register
+/// `t`. The instructions are volatile, so that the compiler keeps their order.
+macro_rules! word_products {
+    ($name:ident, $features:literal, [$($line:literal),+], $($operand:tt)*) => {
+        #[inline]
+        #[target_feature(enable = $features)]
+        fn $name<const ROW: usize, const R: usize>(acc: [__m256i; 2], a: [__m256i; 2], x: &[i32; R]) -> [__m256i; 2] {
+            assert!(ROW < R, "a row of the panel");
+            let ([mut low, mut high], [a, b]) = (acc, a);
+            // SAFETY: it reads word `ROW` of `x`, and registers.
+            unsafe {
+                asm!(
+                    "vpbroadcastd {t}, dword ptr [{x} + {at}]", $($line,)+
+                    low = inout(ymm_reg) low, high = inout(ymm_reg) high, a = in(ymm_reg) a, b = in(ymm_reg) b,
+                    t = out(ymm_reg) _, x = in(reg) x.as_ptr(), at = const 4 * ROW, $($operand)*
+                    options(readonly, nostack, preserves_flags),
+                );
+            }
+            [low, high]
+        }
+    };
+}
+
+word_products!(
+    pairs,
+    "avx2,fma,f16c",
+    [
+        "vpmaddwd {u}, {t}, {a}",
+        "vpmaddwd {t}, {t}, {b}",
+        "vpaddd {low}, {low}, {u}",
+        "vpaddd {high}, {high}, {t}"
+    ],
+    u = out(ymm_reg) _,
+);
+word_products!(
+    bytes,
+    "avx2,fma,f16c",
+    [
+        "vpmaddubsw {u}, {a}, {t}",
+        "vpmaddubsw {t}, {b}, {t}",
+        "vpmaddwd {u}, {u}, {ones}",
+        "vpmaddwd {t}, {t}, {ones}",
+        "vpaddd {low}, {low}, {u}",
+        "vpaddd {high}, {high}, {t}"
+    ],
+    u = out(ymm_reg) _, ones = in(ymm_reg) _mm256_set1_epi16(1),
+);
+word_products!(
+    pairs_vnni,
+    "avx2,fma,f16c,avxvnni",
+    ["{{vex}} vpdpwssd {low}, {a}, {t}", "{{vex}} vpdpwssd {high}, {b}, {t}"],
+);
+word_products!(
+    bytes_vnni,
+    "avx2,fma,f16c,avxvnni",
+    ["{{vex}} vpdpbusd {low}, {a}, {t}", "{{vex}} vpdpbusd {high}, {b}, {t}"],
+);

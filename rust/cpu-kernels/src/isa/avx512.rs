@@ -2,9 +2,9 @@
 
 #![allow(unsafe_code, clippy::wildcard_imports)]
 
-use super::avx2::Avx2;
+use super::avx2::{self, Avx2};
 use super::portable::Portable;
-use super::{Kernel, LANES, Simd};
+use super::{Kernel, LANES, Simd, each_row};
 use crate::memory::Bf16;
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -53,7 +53,7 @@ impl Avx512<PLAIN> {
             let Self(()) = self;
             // SAFETY: the machine has it, and by the receiver the rest.
             unsafe { run_vnni(Avx512::<VNNI>(()), kernel) }
-        } else if let Some(s) = Avx2::detect() {
+        } else if let Some(s) = Avx2::<{ avx2::PLAIN }>::detect() {
             s.run(kernel)
         } else {
             kernel.run(Portable)
@@ -398,23 +398,20 @@ impl<const WITH: u8> Simd for Avx512<WITH> {
         avx512!(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())), v))
     }
 
-    #[inline(always)]
-    fn dot16(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
-        if WITH == VNNI {
-            // SAFETY: this receiver is made only where the machine has AVX512-VNNI.
-            unsafe { dpwssd(acc, a, b) }
-        } else {
-            avx512!(_mm512_add_epi32(acc, _mm512_madd_epi16(a, b)))
-        }
-    }
-
     const LARGEST_BYTE: i32 = if WITH == VNNI { 255 } else { 0 };
 
     #[inline(always)]
-    fn dot8(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
-        debug_assert!(WITH == VNNI, "nothing asks a set without VNNI");
+    fn dots16<const R: usize>(self, sums: &mut [[__m512i; 4]; R], part: usize, codes: __m512i, x: &[i32; R]) {
+        debug_assert!(WITH == VNNI, "work on integers runs with VNNI");
         // SAFETY: only a receiver with VNNI is asked, which is made only where the machine has it.
-        unsafe { dpbusd(acc, a, b) }
+        each_row!(R, ROW, { sums[ROW][part] = unsafe { pairs::<ROW, R>(sums[ROW][part], codes, x) } });
+    }
+
+    #[inline(always)]
+    fn dots8<const R: usize>(self, sums: &mut [[__m512i; 4]; R], part: usize, codes: __m512i, x: &[i32; R]) {
+        debug_assert!(WITH == VNNI, "work on integers runs with VNNI");
+        // SAFETY: only a receiver with VNNI is asked, which is made only where the machine has it.
+        each_row!(R, ROW, { sums[ROW][part] = unsafe { bytes::<ROW, R>(sums[ROW][part], codes, x) } });
     }
 
     #[inline(always)]
@@ -428,36 +425,30 @@ impl<const WITH: u8> Simd for Avx512<WITH> {
     }
 }
 
-/// Computes `_mm512_dpwssd_epi32`. As an intrinsic, the compiler would replace it by two instructions where it expects
-/// its latency to matter.
-#[inline]
-#[target_feature(enable = "avx512f,avx512vnni")]
-fn dpwssd(mut acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: it reads and writes registers alone.
-    unsafe {
-        asm!(
-            "vpdpwssd {acc}, {a}, {b}",
-            acc = inout(zmm_reg) acc, a = in(zmm_reg) a, b = in(zmm_reg) b,
-            options(pure, nomem, nostack, preserves_flags),
-        );
-    }
-    acc
+/// Defines a function that adds the products of `a` with word `ROW` of `x`, in every lane, to `acc` by an instruction. It
+/// is volatile, so that the compiler keeps the order. It would replace an intrinsic by two instructions where it expects
+/// latency to matter.
+macro_rules! word_products {
+    ($name:ident, $instruction:literal) => {
+        #[inline]
+        #[target_feature(enable = "avx512f,avx512vnni")]
+        fn $name<const ROW: usize, const R: usize>(mut acc: __m512i, a: __m512i, x: &[i32; R]) -> __m512i {
+            assert!(ROW < R, "a row of the panel");
+            // SAFETY: it reads word `ROW` of `x`, and registers.
+            unsafe {
+                asm!(
+                    concat!($instruction, " {acc}, {a}, dword ptr [{x} + {at}]{{1to16}}"),
+                    acc = inout(zmm_reg) acc, a = in(zmm_reg) a, x = in(reg) x.as_ptr(), at = const 4 * ROW,
+                    options(readonly, nostack, preserves_flags),
+                );
+            }
+            acc
+        }
+    };
 }
 
-/// Computes `_mm512_dpbusd_epi32`.
-#[inline]
-#[target_feature(enable = "avx512f,avx512vnni")]
-fn dpbusd(mut acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: it reads and writes registers alone.
-    unsafe {
-        asm!(
-            "vpdpbusd {acc}, {a}, {b}",
-            acc = inout(zmm_reg) acc, a = in(zmm_reg) a, b = in(zmm_reg) b,
-            options(pure, nomem, nostack, preserves_flags),
-        );
-    }
-    acc
-}
+word_products!(pairs, "vpdpwssd");
+word_products!(bytes, "vpdpbusd");
 
 /// Returns the first step of the sums of four vectors: quad i has lanes of vector i, lane j plus lane j + 8, then plus
 /// j + 4.

@@ -171,22 +171,35 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn lookup(self, table: &[i8; 16], v: Self::I) -> Self::I;
     /// Returns the wrapping sum of each lane.
     fn add_int(self, a: Self::I, b: Self::I) -> Self::I;
-    /// Returns `acc` + the product of the signed lower halves + that of the signed upper halves; sums wrap.
-    fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
-    /// Largest unsigned byte that [`dot8`](Self::dot8) takes; 0 if there is no such instruction.
+    /// Multiplies `codes` with a word of each of R rows: adds to sum `part` of row r the products of the two signed 16-bit
+    /// halves of each lane with those of `x[r]`. Sums wrap. Compilers tend to compute one row after the other, so that
+    /// each instruction waits for the one before, or registers run out; sets may prevent that.
+    fn dots16<const R: usize>(self, sums: &mut [[Self::I; 4]; R], part: usize, codes: Self::I, x: &[i32; R]);
+    /// Largest unsigned byte that [`dots8`](Self::dots8) takes; 0 if there is no such instruction.
     const LARGEST_BYTE: i32 = 0;
-    /// Returns `acc` + the products of the unsigned bytes of `a` with the signed bytes of `b`, four for each lane; sums
-    /// wrap. Only for instruction sets whose [`LARGEST_BYTE`](Self::LARGEST_BYTE) is not 0.
+    /// Multiplies `codes` with a word of each of R rows: adds to sum `part` of row r the products of the four unsigned
+    /// bytes of each lane with the signed bytes of `x[r]`. Sums wrap. Only for instruction sets whose
+    /// [`LARGEST_BYTE`](Self::LARGEST_BYTE) is not 0.
     #[inline(always)]
-    fn dot8(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
-        let _ = (a, b);
-        acc
+    fn dots8<const R: usize>(self, sums: &mut [[Self::I; 4]; R], part: usize, codes: Self::I, x: &[i32; R]) {
+        let _ = (sums, part, codes, x);
     }
     /// Converts integers to the nearest fp32 numbers, ties to even.
     fn to_f32(self, v: Self::I) -> Self::V;
     /// Converts fp16 numbers, given as bits, to fp32, exactly.
     fn load_f16(self, x: &[u16; LANES]) -> Self::V;
 }
+
+/// Repeats a body for each row below `$rows`, with a constant that is its number. A panel has at most 12 rows.
+#[cfg(target_arch = "x86_64")]
+macro_rules! each_row {
+    ($rows:ident, $r:ident, $body:block) => { each_row!($rows, $r, $body, 0 1 2 3 4 5 6 7 8 9 10 11) };
+    ($rows:ident, $r:ident, $body:block, $($index:literal)*) => {
+        $({ const $r: usize = $index; if $r < $rows $body })*
+    };
+}
+#[cfg(target_arch = "x86_64")]
+pub(crate) use each_row;
 
 /// Work that is compiled for every instruction set.
 pub(crate) trait Kernel {
@@ -205,7 +218,9 @@ pub struct Isa(Set);
 enum Set {
     Portable(portable::Portable),
     #[cfg(target_arch = "x86_64")]
-    Avx2(avx2::Avx2),
+    Avx2(avx2::Avx2<{ avx2::PLAIN }>),
+    #[cfg(target_arch = "x86_64")]
+    AvxVnni(avx2::Avx2<{ avx2::PLAIN }>, avx2::Avx2<{ avx2::VNNI }>),
     #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Avx512<{ avx512::PLAIN }>),
     #[cfg(target_arch = "x86_64")]
@@ -224,7 +239,10 @@ impl Isa {
                 .zip(avx512::Avx512::<{ avx512::BF16 }>::detect())
                 .map(|(s, dots)| Set::Avx512Bf16(s, dots)),
             avx512::Avx512::<{ avx512::PLAIN }>::detect().map(Set::Avx512),
-            avx2::Avx2::detect().map(Set::Avx2),
+            avx2::Avx2::<{ avx2::PLAIN }>::detect()
+                .zip(avx2::Avx2::<{ avx2::VNNI }>::detect())
+                .map(|(s, integers)| Set::AvxVnni(s, integers)),
+            avx2::Avx2::<{ avx2::PLAIN }>::detect().map(Set::Avx2),
         ]);
         #[cfg(target_arch = "aarch64")]
         sets.extend([neon::Neon::detect().map(Set::Neon)]);
@@ -249,12 +267,14 @@ impl Isa {
         })
     }
 
-    /// Returns the name: `avx512_bf16`, `avx512`, `avx2`, `neon` or `portable`.
+    /// Returns the name: `avx512_bf16`, `avx512`, `avx_vnni`, `avx2`, `neon` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {
             Set::Portable(_) => "portable",
             #[cfg(target_arch = "x86_64")]
             Set::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Set::AvxVnni(..) => "avx_vnni",
             #[cfg(target_arch = "x86_64")]
             Set::Avx512(_) => "avx512",
             #[cfg(target_arch = "x86_64")]
@@ -270,7 +290,7 @@ impl Isa {
         match self.0 {
             Set::Portable(s) => kernel.run(s),
             #[cfg(target_arch = "x86_64")]
-            Set::Avx2(s) => s.run(kernel),
+            Set::Avx2(s) | Set::AvxVnni(s, _) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Set::Avx512(s) | Set::Avx512Bf16(s, _) => s.run(kernel),
             #[cfg(target_arch = "aarch64")]
@@ -286,6 +306,8 @@ impl Isa {
             Set::Portable(s) => kernel.run(s),
             #[cfg(target_arch = "x86_64")]
             Set::Avx2(s) => s.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Set::AvxVnni(_, s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Set::Avx512(s) | Set::Avx512Bf16(s, _) => s.run_integers(kernel),
             #[cfg(target_arch = "aarch64")]

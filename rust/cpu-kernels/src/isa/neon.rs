@@ -243,12 +243,16 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
-    fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
-        each!(i => {
-            let (a, b) = (vreinterpretq_s16_s32(a[i]), vreinterpretq_s16_s32(b[i]));
-            let (low, high) = (vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
-            vaddq_s32(acc[i], vpaddq_s32(low, high))
-        })
+    fn dots16<const R: usize>(self, sums: &mut [[Self::I; 4]; R], part: usize, codes: Self::I, x: &[i32; R]) {
+        for (sums, x) in sums.iter_mut().zip(x) {
+            let b = neon!(vreinterpretq_s16_s32(vdupq_n_s32(*x)));
+            let acc = sums[part];
+            sums[part] = each!(i => {
+                let a = vreinterpretq_s16_s32(codes[i]);
+                let (low, high) = (vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
+                vaddq_s32(acc[i], vpaddq_s32(low, high))
+            });
+        }
     }
 
     #[inline(always)]

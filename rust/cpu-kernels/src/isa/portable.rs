@@ -184,12 +184,14 @@ impl Simd for Portable {
     }
 
     #[inline(never)]
-    fn dot16(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
-        let product = |a: u32, b: u32| i32::from((a as u16).cast_signed()) * i32::from((b as u16).cast_signed());
-        std::array::from_fn(|i| {
-            let both = product(a[i], b[i]).wrapping_add(product(a[i] >> 16, b[i] >> 16));
-            acc[i].wrapping_add(both.cast_unsigned())
-        })
+    fn dots16<const R: usize>(self, sums: &mut [[Self::I; 4]; R], part: usize, codes: Self::I, x: &[i32; R]) {
+        let product = |a: u32, b: i32| i32::from((a as u16).cast_signed()) * i32::from(b as i16);
+        for (sums, &x) in sums.iter_mut().zip(x) {
+            for (sum, &code) in sums[part].iter_mut().zip(&codes) {
+                let both = product(code, x).wrapping_add(product(code >> 16, x >> 16));
+                *sum = sum.wrapping_add(both.cast_unsigned());
+            }
+        }
     }
 
     #[inline(never)]

@@ -5,7 +5,7 @@
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
 
-use super::rounded::Rounded;
+use super::rounded::{PAIRS, Rounded};
 use crate::blocks::{BLOCK, Minima, Packed};
 use crate::isa::{Isa, LANES, TileShape, Vector};
 use by_tiles::{TileRoom, by_tiles};
@@ -32,8 +32,6 @@ mod vectors;
 /// Maximum number of rows of a [`BlockProduct`].
 pub const MAX_ROWS: usize = 64;
 
-/// Number of pairs in a block.
-const PAIRS: usize = BLOCK / 2;
 /// Number of runs in a block. A run is a line of bytes of four inputs each.
 const RUNS: usize = BLOCK / 4;
 
@@ -54,10 +52,8 @@ pub struct BlockProduct<'a> {
     pub w: &'a Packed,
     /// Outputs to compute.
     pub outputs: Range<usize>,
-    /// Rows, rounded for the inputs of `w`.
+    /// Rows, rounded for the inputs of `w`; at most [`MAX_ROWS`].
     pub x: Rounded<'a>,
-    /// Number of rows, at most [`MAX_ROWS`].
-    pub rows: usize,
     /// Results, `[rows, y_stride]`.
     pub y: &'a mut [f32],
     /// Distance of two rows of `y`.
@@ -90,13 +86,14 @@ impl BlockProduct<'_> {
     /// Computes the strips one by one. For few rows it reads them packed, for many rows from blocks that are expanded
     /// once.
     pub fn run(self, isa: Isa) {
-        let Self { w, outputs, x, rows, y, y_stride: stride } = self;
+        let Self { w, outputs, x, y, y_stride: stride } = self;
+        let rows = x.rows;
         let (format, mut y) = (w.format(), Rows { y, stride });
-        let bytes = !x.quads.is_empty() && format.largest_byte() <= isa.largest_byte();
+        let bytes = x.has_quads() && format.largest_byte() <= isa.largest_byte();
         // Groups of 16 inputs fill tiles too little.
         let planes = x.planes.filter(|_| !format.halves);
         if planes.is_none() && rows <= isa.integer_rows() {
-            return with_source(isa, w, FewRows { outputs, x, bytes, rows, y });
+            return with_source(isa, w, FewRows { outputs, x, bytes, y });
         }
         let mut tiles = planes.map(|planes| (planes, planes.tiles.begin(TileShape::Bytes)));
         let mut room = (TileRoom::new(), [[0.0; LANES]; MAX_ROWS]);

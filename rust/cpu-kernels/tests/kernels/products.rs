@@ -340,7 +340,7 @@ fn product(
     let mut y = vec![f32::NAN; rows * y_stride];
     let rounded = Round { x, inputs, order: packed.order(), to, tiles, room: &mut room }.run(isa);
     let outputs = range.clone();
-    BlockProduct { w: packed, outputs, x: rounded, rows, y: &mut y, y_stride }.run(isa);
+    BlockProduct { w: packed, outputs, x: rounded, y: &mut y, y_stride }.run(isa);
     y
 }
 

@@ -185,7 +185,7 @@ impl Context<'_> {
                     (Input::Tiles { .. }, _) => unreachable!("only bf16 weights are multiplied by tiles"),
                     (Input::Rows { rounded: Some(x), .. }, Weight::Packed(w)) => {
                         let (outputs, x) = (inside.clone(), *x);
-                        BlockProduct { w, outputs, x, rows, y, y_stride: stride }.run(self.isa);
+                        BlockProduct { w, outputs, x, y, y_stride: stride }.run(self.isa);
                     }
                     (Input::Rows { x, .. }, _) => {
                         self.by_vectors(part, inside.clone(), Product { inputs, x, rows, y, y_stride: stride });

@@ -1,10 +1,10 @@
 //! Products of rounded rows with packed weights by vectors of integers.
 
+use super::Rows;
 use super::source::{Source, Strip, Work};
-use super::{PAIRS, Rows};
 use crate::blocks::Packed;
 use crate::isa::{Isa, Kernel, LANES, Simd, Vector};
-use crate::kernels::rounded::{Pairs, Quads, Rounded};
+use crate::kernels::rounded::{Numbers, PAIRS, QUADS, Rounded, UPPER, WIDTHS, Words, width};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -43,13 +43,12 @@ fn for_rows<const R: usize>(isa: Isa, bytes: bool, work: impl ByRows) {
     }
 }
 
-/// Does work for `rows` rows, at most as many as the instruction set takes at once. Not every number has code of its
-/// own, because builds would take longer.
+/// Does work for `rows` rows, at most as many as the instruction set takes at once.
 fn by_rows(isa: Isa, bytes: bool, rows: usize, work: impl ByRows) {
-    match rows {
-        9.. => for_rows::<12>(isa, bytes, work),
-        7.. => for_rows::<8>(isa, bytes, work),
-        5.. => for_rows::<6>(isa, bytes, work),
+    match width(rows) {
+        12 => for_rows::<12>(isa, bytes, work),
+        8 => for_rows::<8>(isa, bytes, work),
+        6 => for_rows::<6>(isa, bytes, work),
         4 => for_rows::<4>(isa, bytes, work),
         3 => for_rows::<3>(isa, bytes, work),
         2 => for_rows::<2>(isa, bytes, work),
@@ -60,7 +59,13 @@ fn by_rows(isa: Isa, bytes: bool, rows: usize, work: impl ByRows) {
 /// Returns whether an instruction set takes R rows at once, and with `BYTES` multiplies bytes. Kernels are empty for
 /// combinations that it does not take.
 const fn takes<S: Simd, const BYTES: bool, const R: usize>() -> bool {
-    assert!(matches!(S::INTEGER_ROWS, 1 | 2 | 3 | 4 | 6 | 8 | 12), "by_rows has code for INTEGER_ROWS");
+    let mut known = false;
+    let mut i = 0;
+    while i < WIDTHS.len() {
+        known |= S::INTEGER_ROWS == WIDTHS[i];
+        i += 1;
+    }
+    assert!(known, "INTEGER_ROWS is one of WIDTHS");
     R <= S::INTEGER_ROWS && (!BYTES || S::LARGEST_BYTE > 0)
 }
 
@@ -70,13 +75,12 @@ pub(super) struct FewRows<'a> {
     pub(super) x: Rounded<'a>,
     /// Whether four bytes are multiplied at once; otherwise two 16-bit numbers.
     pub(super) bytes: bool,
-    pub(super) rows: usize,
     pub(super) y: Rows<'a>,
 }
 
 impl Work for FewRows<'_> {
     fn run<'a, D: Strip<'a>>(self, isa: Isa, w: &'a Packed) {
-        by_rows(isa, self.bytes, self.rows, FewRowsOf { work: self, w, strips: PhantomData::<D> });
+        by_rows(isa, self.bytes, self.x.rows, FewRowsOf { work: self, w, strips: PhantomData::<D> });
     }
 }
 
@@ -90,11 +94,11 @@ struct FewRowsOf<'a, 'b, D> {
 impl<'a, D: Strip<'a>> ByRows for FewRowsOf<'a, '_, D> {
     #[inline(always)]
     fn run<S: Simd, const BYTES: bool, const R: usize>(self, s: S) {
-        let Self { work: FewRows { outputs, x, rows, mut y, .. }, w, .. } = self;
+        let Self { work: FewRows { outputs, x, mut y, .. }, w, .. } = self;
         for strip in outputs.start / LANES..outputs.end.div_ceil(LANES) {
             let mut acc = [[0.0; LANES]; R];
-            tile::<S, D, BYTES, R>(s, &D::of(w, strip), x, (0, x.blocks, 0), &mut acc[..rows]);
-            y.put(&acc[..rows], strip, &outputs);
+            tile::<S, D, BYTES, R>(s, &D::of(w, strip), x, (0, x.blocks, 0), &mut acc[..x.rows]);
+            y.put(&acc[..x.rows], strip, &outputs);
         }
     }
 }
@@ -111,20 +115,17 @@ pub(super) struct ByVectors<'a, 'b> {
 }
 
 impl ByVectors<'_, '_> {
-    /// Computes the products, as many rows at once as the instruction set takes.
+    /// Computes the products, panel by panel.
     pub(super) fn run(self, isa: Isa, source: &impl Source) {
         let Self { first, count, x, bytes, acc } = self;
-        let rows = acc.len();
-        let tiles = rows.div_ceil(isa.integer_rows());
-        for i in 0..tiles {
-            let (row, end) = (i * rows / tiles, (i + 1) * rows / tiles);
-            by_rows(isa, bytes, end - row, OneTile { source, x, at: (first, count, row), acc: &mut acc[row..end] });
+        for panel in x.panels() {
+            let (at, acc) = ((first, count, panel.start), &mut acc[panel.clone()]);
+            by_rows(isa, bytes, panel.len(), OneTile { source, x, at, acc });
         }
     }
 }
 
-/// Rows of a source that are computed at once, from row `at.2` on: the products with `at.1` blocks, which are the rows'
-/// blocks from `at.0` on.
+/// Panel of rows, from row `at.2` on: the products with `at.1` blocks, which are the rows' blocks from `at.0` on.
 struct OneTile<'a, 'b, D> {
     source: &'b D,
     x: Rounded<'a>,
@@ -145,18 +146,12 @@ macro_rules! add_half {
         if $bytes {
             each_run!(P, {
                 let codes = $source.step::<S, BYTES, $half, P>($s, $block);
-                for r in 0..R {
-                    let x = $s.splat_int($quads[r][$block][$half * 4 + P]);
-                    $dots[r][P % $parts] = $s.dot8($dots[r][P % $parts], codes, x);
-                }
+                $s.dots8(&mut $dots, P % $parts, codes, &$quads[$block][$half * (QUADS / 2) + P]);
             });
         } else {
             each_pair!(P, {
                 let codes = $source.step::<S, BYTES, $half, P>($s, $block);
-                for r in 0..R {
-                    let x = $s.splat_int($pairs[r][$block][$half * (PAIRS / 2) + P]);
-                    $dots[r][P % $parts] = $s.dot16($dots[r][P % $parts], codes, x);
-                }
+                $s.dots16(&mut $dots, P % $parts, codes, &$pairs[$block][$half * (PAIRS / 2) + P]);
             });
         }
     };
@@ -172,26 +167,31 @@ fn parts<S: Simd>(rows: usize) -> usize {
     }
 }
 
-/// Returns the initial integer sums of R rows: the offset times the rows' sums, negated.
+/// Returns the initial integer sums of R rows: the offset times the rows' totals, negated.
 #[inline(always)]
-fn start<S: Simd, const R: usize>(s: S, offset: i32, totals: &[i32; R]) -> [[S::I; 4]; R] {
+fn start<S: Simd, const R: usize>(s: S, offset: S::I, totals: &[i32; R]) -> [[S::I; 4]; R] {
     let mut dots = [[s.splat_int(0); 4]; R];
-    for r in 0..R {
-        dots[r][0] = s.splat_int(-offset * totals[r]);
-    }
+    s.dots16(&mut dots, 0, offset, totals);
     dots
 }
 
-/// Adds a group's integer sums, whose parts are `dots`, to the sums of R rows.
+/// Returns the pair that, multiplied by the pair of a total, gives the total times the offset, negated.
+#[inline(always)]
+fn negated<S: Simd>(s: S, offset: i32) -> S::I {
+    s.splat_int(-offset & 0xFFFF | (-offset * UPPER) << 16)
+}
+
+/// Adds a group's integer sums, whose parts are `dots`, to the sums of R rows. `part` is the group's among `numbers`.
 #[inline(always)]
 fn add_group<S: Simd, D: Source, const R: usize>(
     s: S,
     acc: &mut [S::V; R],
     dots: &[[S::I; 4]; R],
     (scale, min): (S::V, S::V),
-    d: &[f32; R],
-    totals: &[i32; R],
+    numbers: &Numbers<'_, R>,
+    part: usize,
 ) {
+    let float = |word: i32| s.splat(f32::from_bits(word.cast_unsigned()));
     for r in 0..R {
         let [first, second, third, fourth] = dots[r];
         let dot = match parts::<S>(R) {
@@ -199,17 +199,15 @@ fn add_group<S: Simd, D: Source, const R: usize>(
             2 => s.add_int(first, second),
             _ => s.add_int(s.add_int(first, second), s.add_int(third, fourth)),
         };
-        acc[r] = s.fma(s.to_f32(dot), s.mul(scale, s.splat(d[r])), acc[r]);
-    }
-    if D::MINS {
-        for r in 0..R {
-            acc[r] = s.fma(min, s.splat(d[r] * totals[r] as f32), acc[r]);
+        acc[r] = s.fma(s.to_f32(dot), s.mul(scale, float(numbers.scales()[r])), acc[r]);
+        if D::MINS {
+            acc[r] = s.fma(min, float(numbers.sums(part)[r]), acc[r]);
         }
     }
 }
 
-/// Computes one tile of at most R rows from `row` on: adds `count` blocks of the source, which are the rows' blocks from
-/// `first` on. If `out` has fewer than R rows, its last row is computed more than once.
+/// Computes one panel of R rows from `row` on: adds `count` blocks of the source, which are the rows' blocks from `first`
+/// on. `out` may have fewer rows; places without a row are computed in vain.
 #[inline(always)]
 fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
     s: S,
@@ -218,26 +216,16 @@ fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
     (first, count, row): (usize, usize, usize),
     out: &mut [Vector],
 ) {
-    let mut pairs: [&[Pairs]; R] = [&[]; R];
-    let mut quads: [&[Quads]; R] = [&[]; R];
-    let mut scales: [&[f32]; R] = [&[]; R];
-    let mut sums: [&[[i32; 2]]; R] = [&[]; R];
+    let (pairs, quads): (&[Words<PAIRS, R>], &[Words<QUADS, R>]) =
+        if BYTES { (&[], x.quads(row, (first, count))) } else { (x.pairs(row, (first, count)), &[]) };
+    let numbers = x.numbers::<R>(row, (first, count));
     let mut acc = [s.splat(0.0); R];
-    let last = out.len() - 1;
-    for r in 0..R {
-        let from = (row + r.min(last)) * x.blocks + first;
-        if BYTES {
-            quads[r] = &x.quads[from..][..count];
-        } else {
-            pairs[r] = &x.pairs[from..][..count];
-        }
-        scales[r] = &x.scales[from..][..count];
-        sums[r] = &x.sums[from..][..count];
-        acc[r] = s.load(&out[r.min(last)]);
+    for (acc, out) in acc.iter_mut().zip(&*out) {
+        *acc = s.load(out);
     }
     let groups = if D::HALVES { 2 } else { 1 };
     let parts = parts::<S>(R);
-    let offset = source.offset::<BYTES>();
+    let offset = negated(s, source.offset::<BYTES>());
     for block in 0..count {
         // First of all, because the type of scales is a branch: loads of codes that wait for it would fill all
         // registers.
@@ -251,23 +239,20 @@ fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
         if row == 0 {
             source.prefetch(s, block + AHEAD);
         }
-        let (mut d, mut totals) = ([0.0; R], [[0; R]; 2]);
-        for r in 0..R {
-            let [first, second] = sums[r][block];
-            d[r] = scales[r][block];
-            (totals[0][r], totals[1][r]) = if D::HALVES { (first, second) } else { (first + second, 0) };
-        }
-        let mut dots = start(s, offset, &totals[0]);
+        let numbers = Numbers(&numbers[block]);
+        let mut part = usize::from(D::HALVES);
+        let mut dots = start(s, offset, numbers.totals(part));
         add_half!(0, BYTES, s, source, block, dots, parts, pairs, quads);
         if D::HALVES {
-            add_group::<S, D, R>(s, &mut acc, &dots, (scale[0], min[0]), &d, &totals[0]);
-            dots = start(s, offset, &totals[1]);
+            add_group::<S, D, R>(s, &mut acc, &dots, (scale[0], min[0]), &numbers, part);
+            part = 2;
+            dots = start(s, offset, numbers.totals(part));
         }
         add_half!(1, BYTES, s, source, block, dots, parts, pairs, quads);
         let group = groups - 1;
-        add_group::<S, D, R>(s, &mut acc, &dots, (scale[group], min[group]), &d, &totals[group]);
+        add_group::<S, D, R>(s, &mut acc, &dots, (scale[group], min[group]), &numbers, part);
     }
-    for (r, out) in out.iter_mut().enumerate() {
-        s.store(acc[r], out);
+    for (acc, out) in acc.into_iter().zip(out) {
+        s.store(acc, out);
     }
 }
