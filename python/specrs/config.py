@@ -93,9 +93,7 @@ class EngineConfig(EngineOptions):
         if self.kv_cache_path is not None:
             self._check_disk_cache(device, dtype)
         if self.enable_lora:
-            size = self.tensor_parallel_size
             others = (
-                ("tensor_parallel_size", size, size == 1, "tensor_parallel_size=1"),
                 ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
                 ("cpu_activations", self.cpu_activations, not self.rounds_to_bf16, "cpu_activations='auto'"),
             )

@@ -3,6 +3,7 @@ against the CPU's."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def with_slots(model: Any, adapters: list[LoRAAdapter], of_row: list[int]) -> Po
     for i, adapter in enumerate(adapters):
         slots.load(len(adapters) - 1 - i, adapter)
     slots.of_row.copy_(torch.tensor([-1 if i < 0 else len(adapters) - 1 - i for i in of_row] + [-1]))
-    return Poisoned(made.weights, made.workspace, states=made.states, adapters=slots)
+    return dataclasses.replace(made, adapters=slots)
 
 
 def span(request: int, start: int, end: int) -> list[tuple[int, int]]:

@@ -204,8 +204,6 @@ def test_requests(fields: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"tensor_parallel_size": 2}, "enable_lora=True: not implemented with tensor_parallel_size=2"),
-        ({"device": "cuda", "tensor_parallel_size": 2}, "enable_lora=True: .* with tensor_parallel_size=2; allowed"),
         ({"model_impl": "transformers"}, "enable_lora=True: not implemented with model_impl='transformers'"),
         ({"cpu_activations": "bf16"}, "enable_lora=True: not implemented with cpu_activations='bf16'"),
         ({"max_loras": 0}, "max_loras=0"),
@@ -220,8 +218,10 @@ def test_settings(fields: dict[str, Any], says: str) -> None:
         EngineConfig.from_kwargs(enable_lora=True, **fields)
 
 
-def test_a_gpu_takes_adapters() -> None:
-    assert EngineConfig.from_kwargs(enable_lora=True, device="cuda").enable_lora
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_devices_and_ranks_take_adapters(device: str, ranks: int) -> None:
+    assert EngineConfig.from_kwargs(enable_lora=True, device=device, tensor_parallel_size=ranks).enable_lora
 
 
 def test_config_files_are_read_as_json(checkpoint: Path, model: TorchDecoder, tmp_path: Path) -> None:

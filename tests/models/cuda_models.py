@@ -141,18 +141,20 @@ class Poisoned(CudaDecoder):
 
 
 def on_device(model: TorchDecoder, num_hidden_layers: int = 0, *, is_draft: bool = False) -> Poisoned:
-    made = CudaDecoder.allocate(
+    made = Poisoned.allocate(
         as_on_a_gpu(model),
         max_rows=LENGTH,
         max_seqs=4,
         num_hidden_layers=num_hidden_layers,
+        ranks=model.ranks,
         num_drafts=8,
     )
     made = made.for_draft() if is_draft else made
+    assert isinstance(made, Poisoned)
     if made.states is not None:
         for memory in made.states.memory:
             memory.fill_(torch.nan)
-    return Poisoned(made.weights, made.workspace, states=made.states)
+    return made
 
 
 def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:

@@ -10,7 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from specrs.errors import RankLostError
 from specrs.parallel.connection import Kind
 from specrs.parallel.team import Team
 
+if TYPE_CHECKING:
+    from specrs.backends.rank_loras import LeadingLoRAs  # and torch
+
 
 class LeadingRunner:
     """Runner of rank 0. An exception in a step, on any rank, ends the engine, because ranks would no longer agree.
@@ -30,11 +33,12 @@ class LeadingRunner:
     Exceptions of a drafter on a CPU do not end it: see `specrs.backends.cpu.host`.
     """
 
-    def __init__(self, runner: Runner, team: Team, end: Callable[[], None]) -> None:
-        """Wrap `runner`, which executes rank 0's part. `end` is called once: when this is closed or garbage
-        collected."""
+    def __init__(self, runner: Runner, team: Team, end: Callable[[], None], loras: LeadingLoRAs | None = None) -> None:
+        """Wrap `runner`, which executes rank 0's part. `end` is called once: when this is closed or garbage collected.
+        `loras` sends LoRA adapters to the other ranks; None: no request has one."""
         self.runner = runner
         self.team = team
+        self.loras = loras
         self._num_steps = 0
         self._untold: deque[tuple[int, RingSlot, Header]] = deque()  # steps whose results are not compared yet
         self._end = weakref.finalize(self, end)
@@ -84,6 +88,8 @@ class LeadingRunner:
         Raises RankLostError, which names the rank that failed.
         """
         with _held_interrupts():
+            if self.loras is not None and header.num_admitted:
+                self.loras.send_new(slot.record_arrays["admit_lora"][: header.num_admitted].tolist())
             self.team.send(Kind.STEP, slot.record[: header.used_len].view(np.uint8).data)
             try:
                 self.runner.execute(slot, header)

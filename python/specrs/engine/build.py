@@ -30,6 +30,7 @@ from specrs.engine.states import resolve_states
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import load_weights
 from specrs.errors import UnsupportedConfigError, invalid
+from specrs.models.loader import load_config
 from specrs.parallel.connection import Kind
 from specrs.parallel.start import Meeting, lead
 from specrs.parallel.team import Team
@@ -102,17 +103,25 @@ def _assemble(
     if store is not None:
         undo.callback(store.close)
     scheduler = blueprint.scheduler(blocks, disk_key=None if store is None else store.hash_key)
-    loras = None
+    loras = leading = None
     if config.enable_lora:
+        decoder = blueprint.weights.decoder
+        whole = decoder.config if team is None else load_config(config.target, revision=config.revision)
         loras = LoRAStore(
-            blueprint.weights.decoder, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras
+            decoder, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras, config=whole
         )
+        if team is not None:
+            from specrs.backends.rank_loras import LeadingLoRAs  # and torch
+
+            leading = LeadingLoRAs(loras.get, decoder, whole, team)
     ranks, find_adapter = None if team is None else team.ranks, None if loras is None else loras.get
+    if leading is not None:
+        find_adapter = leading.get
     runner = backend.make_runner(blueprint, scheduler, blocks, ranks, find_adapter)
     undo.callback(runner.close)
     if team is not None:
         assert end is not None
-        runner = LeadingRunner(runner, team, end)
+        runner = LeadingRunner(runner, team, end, leading)
     make_slot = backend.slot_type(blueprint.device)
     planner = None
     if config.plans_speculation and blueprint.num_speculative_tokens:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specrs.backends.rank_loras import ReceivedLoRAs
 from specrs.backends.ranks import checksum
 from specrs.backends.ring import Header, Ring, RingSlot
 from specrs.backends.table import backend_of, device_of_rank
@@ -89,11 +90,16 @@ def _serve(connection: Connection, ranks: Ranks, config: EngineConfig, lost: Cal
         return
     blocks = started.json()["num_blocks"]
     scheduler = blueprint.scheduler(blocks)  # plans nothing here, and knows the layout of records
-    runner = backend.make_runner(blueprint, scheduler, blocks, ranks)
+    loras = ReceivedLoRAs(blueprint.weights.decoder) if config.enable_lora else None
+    runner = backend.make_runner(blueprint, scheduler, blocks, ranks, None if loras is None else loras.get)
     ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, backend.slot_type(blueprint.device))
     steps = 0
     with contextlib.closing(runner), contextlib.closing(Reporter(connection, runner.wait, lost)) as reporter:
-        while (message := connection.receive_news()).kind == Kind.STEP:
+        while (message := connection.receive_news()).kind != Kind.END:
+            if message.kind != Kind.STEP:
+                assert loras is not None, f"{message.kind.name}: the engine has no LoRA adapters"
+                loras.receive(message)
+                continue
             slot = ring.slot(steps)
             reporter.wait_until_told(steps - ring.depth - 1)  # of the step that had the slot before
             record = np.frombuffer(message.body, dtype=np.int64)

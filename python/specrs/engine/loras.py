@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from specrs.errors import invalid_request
 from specrs.lora_request import LoRARequest
 from specrs.models.checkpoint import resolve_folder
+from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.errors import about
 from specrs.models.lora import LoRAAdapter
@@ -35,7 +36,12 @@ class LoRAStore:
     them.
     """
 
-    def __init__(self, model: DecoderFacts, *, max_lora_rank: int, max_cpu_loras: int) -> None:
+    def __init__(
+        self, model: DecoderFacts, *, max_lora_rank: int, max_cpu_loras: int, config: ModelConfig | None = None
+    ) -> None:
+        """Start empty. `config` is the whole model's configuration if `model` is a rank's part of it; None: the
+        model's."""
+        self._config = model.config if config is None else config
         self._model, self._max_rank, self._most = model, max_lora_rank, max_cpu_loras
         self._recent: OrderedDict[int, LoRAAdapter] = OrderedDict()
         self._live: WeakValueDictionary[int, LoRAAdapter] = WeakValueDictionary()
@@ -86,6 +92,7 @@ class LoRAStore:
         adapter = load_lora(
             folder,
             self._model,
+            self._config,
             name=request.lora_name,
             lora_int_id=request.lora_int_id,
             max_lora_rank=self._max_rank,

@@ -63,14 +63,24 @@ def places(config: ModelConfig) -> dict[str, Place]:
     return found
 
 
-def load_lora(folder: Path, model: DecoderFacts, *, name: str, lora_int_id: int, max_lora_rank: int) -> LoRAAdapter:
-    """Read the PEFT adapter in `folder`, in the dtype of `model`.
+def load_lora(
+    folder: Path,
+    model: DecoderFacts,
+    model_config: ModelConfig | None = None,
+    *,
+    name: str,
+    lora_int_id: int,
+    max_lora_rank: int,
+) -> LoRAAdapter:
+    """Read the PEFT adapter in `folder`, in the dtype of `model`. `model_config` is the whole model's configuration if
+    `model` is a rank's part of it; None: the model's.
 
     Names, ranks and shapes of all tensors are checked before any data is read. Modules have the names of the text model
     or those of a multimodal checkpoint that it is a part of. Raises CheckpointError if a file is
     missing or does not fit the model, or UnsupportedModelError for what is not implemented.
     """
-    config, known = read_lora_config(folder), places(model.config)
+    c = model.config if model_config is None else model_config
+    config, known = read_lora_config(folder), places(c)
     path = folder / FILE
     if not path.is_file():
         is_pickled = (folder / "adapter_model.bin").exists()
@@ -84,12 +94,12 @@ def load_lora(folder: Path, model: DecoderFacts, *, name: str, lora_int_id: int,
     beginning = next(spellings, "model.")
     known = {beginning + module.removeprefix("model."): place for module, place in known.items()}
     names = _check(path, file.entries, config, known, max_lora_rank)
-    layers: list[dict[str, tuple[LoRAPart, ...]]] = [{} for _ in range(model.num_layers)]
+    layers: list[dict[str, tuple[LoRAPart, ...]]] = [{} for _ in range(c.num_layers)]
     for module, (a, b) in names.items():
         place, scale = known[module], config.scale_of(module)
         # Scale in float64, so that rounding to the model's dtype happens once.
         scaled = converted(file.mapped(b), FLOAT64) * scale
-        part = LoRAPart(model.place(_inputs(module, file.mapped(a), model.config)), model.place(scaled), place.first)
+        part = LoRAPart(model.place(_inputs(module, file.mapped(a), c)), model.place(scaled), place.first)
         parts = layers[place.layer]
         parts[place.projection] = (*parts.get(place.projection, ()), part)
     return LoRAAdapter(name, lora_int_id, tuple(layers))

@@ -102,8 +102,12 @@ class TorchFacts(TorchHeld, DecoderFacts, TorchModel):
     def place(self, array: Array) -> Tensor:
         """Return a matrix of an adapter as a tensor in the model's dtype. On a CPU passes read it. For a GPU it is
         page-locked memory of the host, from which steps copy it into a slot."""
-        placed = to_torch(array).to(self.weights.dtype)
-        return placed if self.weights.device.type in ("cpu", "meta") else placed.pin_memory()
+        return self.held(to_torch(array).to(self.weights.dtype))
+
+    def held(self, matrix: Tensor) -> Tensor:
+        """Return a matrix of an adapter in the memory that `place` describes. `matrix` is in host memory, in the
+        model's dtype."""
+        return matrix if self.weights.device.type in ("cpu", "meta") else matrix.pin_memory()
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Return a zeroed cache of `num_blocks` blocks of `block_size` positions, and a scratch block."""

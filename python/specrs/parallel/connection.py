@@ -38,6 +38,10 @@ class Kind(IntEnum):
     """From rank 0, JSON: the number of KV blocks that every rank allocates."""
     STEP = 4
     """From rank 0: the used part of a step's record."""
+    LORA = 11
+    """From rank 0, JSON: id and name of a LoRA adapter whose layers follow, and the ids of adapters still in use."""
+    LORA_LAYER = 12
+    """From rank 0: the rank's part of one layer of the last LORA message's adapter, as `pack_layer` writes it."""
     DONE = 10
     """To rank 0: the outcome of a step, packed as `DID`."""
     ALIVE = 5

@@ -84,10 +84,15 @@ class Team:
 
     def send(self, kind: Kind, body: bytes | memoryview = b"") -> None:
         """Send a message to every other rank. Raises RankLostError if a rank has ended or does not respond."""
+        self.send_each(kind, lambda _: body)
+
+    def send_each(self, kind: Kind, body: Callable[[int], bytes | memoryview]) -> None:
+        """Send every other rank its own message, `body(rank)`. Raises RankLostError if a rank has ended or does not
+        respond."""
         self.check()
         for rank, member in self._members.items():
             try:
-                member.connection.send(kind, body)
+                member.connection.send(kind, body(rank))
             except DisconnectedError as fault:
                 raise self.failed(fault, rank) from fault
 

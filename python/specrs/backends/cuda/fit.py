@@ -104,7 +104,8 @@ def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = N
             sizes["its MTP head"] = sum(map(math.prod, mtp_shapes(held).values())) * dtype.itemsize
         if field == "model" and config.enable_lora:
             itemsize, loras = dtype.itemsize, config.max_loras
-            sizes[f"max_loras={loras} adapters"] = slots_bytes(model, loras, config.max_lora_rank, itemsize)
+            held = model if shard is None else shard.of_config(model)
+            sizes[f"max_loras={loras} adapters"] = slots_bytes(held, loras, config.max_lora_rank, itemsize)
     free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
     if needed > free:
         told = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())

@@ -232,9 +232,10 @@ class PlainStream:
         adapters: LayerAdapters | None = None,
     ) -> None:
         self._delta, self._after = self.ws.delta[: x.shape[0]], after
-        product(self.ws, name, x, w, self._part(self._delta))
+        out = self._part(self._delta)
+        product(self.ws, name, x, w, out)
         if adapters is not None:
-            adapters.add_(name, x, self._delta)
+            adapters.add_(name, x, out)
         self._sum(self._delta)
 
     def add_mlp(
