@@ -1992,14 +1992,16 @@ class CpuLora:
     def __new__(
         cls,
         weights: CpuWeights,
-        layers: Sequence[Mapping[str, Sequence[tuple[NDArray[np.generic], NDArray[np.generic], int]]]],
+        layers: Sequence[Mapping[str, Sequence[Any]]],
     ) -> CpuLora:
         """Make an adapter for decoders with these weights.
 
         Args:
             layers: for each layer a mapping from `qkv`, `o`, `gate_up` and `down` to the parts that are added to that
                 projection. A part is A `[rank, inputs]`, B `[outputs, rank]` times the scale, and the projection's
-                output at which the part begins. Arrays are float32, or uint16 with the bits of bfloat16.
+                output at which the part begins. Arrays are float32, or uint16 with the bits of bfloat16. `experts` maps
+                to a pair for each expert: the parts of its gate and up projection, and those of its down projection. It
+                is empty without parts for experts.
 
         Raises:
             InvalidBufferError: an array's dtype, layout, alignment or shape is wrong, or the number of layers differs.

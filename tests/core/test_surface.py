@@ -137,7 +137,7 @@ INSTANCES = [
     cpu_parts.model()[0],
     core.CpuIteration(cpu_parts.scheduler(), cpu_parts.state(), cpu_parts.model()),
     core.CpuKVCache(cpu_parts.kv_layers()),
-    core.CpuLora(cpu_parts.weights(), [{"qkv": [], "o": [], "gate_up": [], "down": []}]),
+    core.CpuLora(cpu_parts.weights(), [{"qkv": [], "o": [], "gate_up": [], "down": [], "experts": []}]),
     core.CpuPool(1),
     cpu_parts.weights(),
     core.HiddenDrafter(max_model_len=8, max_draft_lag=4),

@@ -30,19 +30,23 @@ class Spec:
     """How adapter_config.json names the modules: `list`, `expression`, or `all-linear` if it is all of them."""
     ranks: dict[str, int] = field(default_factory=dict)
     alphas: dict[str, float] = field(default_factory=dict)
+    experts: bool = False
+    """Whether the adapter changes single experts, too."""
 
 
-def projections(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that adapters may change, by the names of their modules."""
+def projections(checkpoint: Path, experts: bool = False) -> dict[str, torch.Tensor]:
+    """Return the weights that adapters may change, by the names of their modules, with those of single experts or
+    without."""
     tensors = load_file(checkpoint / "model.safetensors")
     nets = (".in_proj_qkv", ".in_proj_z", ".in_proj_b", ".in_proj_a", ".in_proj_qkvz", ".in_proj_ba")
-    ends = tuple(f"{leaf}.weight" for leaf in ("_proj", *nets))
-    names = [name for name in tensors if name.endswith(ends) and "expert" not in name]
+    ends = tuple(f"{leaf}.weight" for leaf in ("_proj", *nets, *((".w1", ".w2", ".w3") if experts else ())))
+    names = [name for name in tensors if name.endswith(ends) and "shared_expert" not in name]
+    names = [name for name in names if experts or ".experts." not in name]
     return {name.removesuffix(".weight"): tensors[name] for name in names}
 
 
-def leaves_of(checkpoint: Path) -> list[str]:
-    return sorted({module.rpartition(".")[2] for module in projections(checkpoint)})
+def leaves_of(checkpoint: Path, experts: bool = False) -> list[str]:
+    return sorted({module.rpartition(".")[2] for module in projections(checkpoint, experts)})
 
 
 def specs(leaves: list[str]) -> st.SearchStrategy[Spec]:
@@ -73,7 +77,7 @@ def write_adapter(path: Path, checkpoint: Path, spec: Spec, *, seed: int = 0, **
     """Write an adapter under `path` (created, or written anew) as PEFT does; `fields` go to its adapter_config.json."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for module, weight in projections(checkpoint).items():
+    for module, weight in projections(checkpoint, spec.experts).items():
         leaf, layer = module.rpartition(".")[2], int(module.split(".")[2])
         if leaf not in spec.leaves or (spec.layers is not None and layer not in spec.layers):
             continue

@@ -117,17 +117,20 @@ def test_what_the_tensors_are(
         ("llama4_text", "model.layers.1.feed_forward.shared_expert.down_proj"),
         ("llama4_text", "model.layers.1.feed_forward.experts.down_proj"),
         ("llama4_text", "model.layers.0.mlp.down_proj"),
-        ("qwen3_moe", "model.layers.0.mlp.experts.2.up_proj"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.9.up_proj"),
+        ("qwen3_moe", "model.layers.0.mlp.experts"),
+        ("qwen3_moe", "model.layers.0.mlp.gate"),
     ],
 )
 def test_modules_that_adapters_may_not_change(family: str, module: str, tmp_path: Path) -> None:
-    """Check that adapters of experts are rejected by name, and so are names that only other families have."""
+    """Check that adapters of fused and shared experts are rejected by name, and so are names that only other families
+    have."""
     path = make_checkpoint(tmp_path / "base", family, with_tokenizer=False)
     own = write_adapter(tmp_path / "adapter", path, Spec(("o_proj",), rank=4))
     tensors = load_file(own / "adapter_model.safetensors")
     tensors |= {f"{PREFIX}{module}.lora_A.weight": torch.zeros(4, 8)}
     save_file(tensors, own / "adapter_model.safetensors")
-    says = rf"{module}.lora_A.weight: not implemented; allowed: .* of a layer's q_proj, .*, but not of experts, as the"
+    says = rf"{module}.lora_A.weight: not implemented; allowed: .* q_proj, .*, but not of shared or fused experts"
     with pytest.raises(UnsupportedModelError, match=says):
         store(load_model(path)).load(request(own))
 

@@ -103,6 +103,10 @@ class Backend(Protocol):
     def drafts_text(self) -> bool:
         """True if a draft model of another tokenizer drafts text under the rule `coupled`. False: it drafts tokens."""
 
+    @property
+    def adapts_experts(self) -> bool:
+        """True if passes compute LoRA adapters of experts."""
+
     def is_available(self) -> bool:
         """Return whether `device="auto"` may choose this backend. Raises nothing."""
 

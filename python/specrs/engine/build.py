@@ -108,7 +108,11 @@ def _assemble(
         decoder = blueprint.weights.decoder
         whole = decoder.config if team is None else load_config(config.target, revision=config.revision)
         loras = LoRAStore(
-            decoder, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras, config=whole
+            decoder,
+            max_lora_rank=config.max_lora_rank,
+            max_cpu_loras=config.most_cpu_loras,
+            config=whole,
+            experts=backend.adapts_experts,
         )
         if team is not None:
             from specrs.backends.rank_loras import LeadingLoRAs  # and torch

@@ -37,10 +37,17 @@ class LoRAStore:
     """
 
     def __init__(
-        self, model: DecoderFacts, *, max_lora_rank: int, max_cpu_loras: int, config: ModelConfig | None = None
+        self,
+        model: DecoderFacts,
+        *,
+        max_lora_rank: int,
+        max_cpu_loras: int,
+        config: ModelConfig | None = None,
+        experts: bool = True,
     ) -> None:
         """Start empty. `config` is the whole model's configuration if `model` is a rank's part of it; None: the
-        model's."""
+        model's. `experts`: whether the device computes adapters of experts."""
+        self._experts = experts
         self._config = model.config if config is None else config
         self._model, self._max_rank, self._most = model, max_lora_rank, max_cpu_loras
         self._recent: OrderedDict[int, LoRAAdapter] = OrderedDict()
@@ -96,6 +103,7 @@ class LoRAStore:
             name=request.lora_name,
             lora_int_id=request.lora_int_id,
             max_lora_rank=self._max_rank,
+            experts=self._experts,
         )
         self._known[request.lora_int_id] = identity
         ms = 1e3 * (time.perf_counter() - begun)

@@ -5,7 +5,7 @@ For rows with the adapter, a projection returns `W x + s B (A x)` (Hu et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -35,7 +35,13 @@ class LoRAAdapter:
     name: str
     id: int
     layers: tuple[Mapping[str, tuple[LoRAPart, ...]], ...]
-    """For each layer the parts of the adapter, by the projection's name in `LayerWeights`."""
+    """For each layer the parts of the adapter, by the projection's name in `LayerWeights`, or for experts by
+    `expert_projection`."""
+
+
+def expert_projection(expert: int, name: str) -> str:
+    """Return the name of expert number `expert`'s projection `name`, `gate_up` or `down`, in `LoRAAdapter.layers`."""
+    return f"experts.{expert}.{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +56,20 @@ class AdapterRows:
     def add_(self, out: Tensor, x: Tensor, layer: int, projection: str) -> None:
         """Add the adapter's output for its rows of `x` `[N, inputs]` to these rows of `out` `[N, outputs]`. Mutates
         `out`."""
+        self._add(out, x, self.rows, self.adapter.layers[layer].get(projection))
+
+    def add_among_(self, out: Tensor, x: Tensor, sent: Tensor, layer: int, projection: str) -> None:
+        """Add the adapter's output as `add_` does, where row i of `x` and `out` is row `sent[i]` of the pass. Mutates
+        `out`."""
         parts = self.adapter.layers[layer].get(projection)
-        if not parts:
+        if parts:
+            self._add(out, x, (sent[:, None] == self.rows).any(1).nonzero().view(-1), parts)
+
+    def _add(self, out: Tensor, x: Tensor, rows: Tensor, parts: Sequence[LoRAPart] | None) -> None:
+        if not parts or not len(rows):
             return
-        x = x.index_select(0, self.rows)
+        x = x.index_select(0, rows)
         for part in parts:
             out.narrow(1, part.first, len(part.b)).index_add_(
-                0, self.rows, x @ part.a.t().to(x.dtype) @ part.b.t().to(x.dtype)
+                0, rows, x @ part.a.t().to(x.dtype) @ part.b.t().to(x.dtype)
             )

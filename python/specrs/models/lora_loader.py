@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.models.checkpoint import DTYPES, SafetensorsFile
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
-from specrs.models.lora import LoRAAdapter, LoRAPart
+from specrs.models.experts import Experts
+from specrs.models.lora import LoRAAdapter, LoRAPart, expert_projection
 from specrs.models.lora_config import LoRAConfig, read_lora_config
 from specrs.models.registry import stored_name
 from specrs.models.tensors import tensor_shapes
@@ -46,21 +48,34 @@ class Place:
     inputs: int
 
 
-def places(config: ModelConfig) -> dict[str, Place]:
-    """Return the modules of a model that adapters may change, by their names in the model's checkpoints. Experts are
-    not among them, nor are shared experts."""
+def places(config: ModelConfig, *, experts: bool = False) -> dict[str, Place]:
+    """Return the modules of a model that adapters may change, by their names in the model's checkpoints. Shared experts
+    are not among them. With `experts`, those of single experts are, if the family's checkpoints may have a tensor for
+    each expert."""
     found: dict[str, Place] = {}
     rows: dict[tuple[int, str], int] = {}
     for name, shape in tensor_shapes(config).items():
         module, _, kind = name.rpartition(".")
-        projection = _PARTS.get(module.rpartition(".")[2])
-        if kind != "weight" or projection is None or ".experts." in module or ".shared_expert." in module:
+        leaf = module.rpartition(".")[2]
+        projection = _expert_part(module, config.experts) if experts else None
+        if projection is None and ".experts." not in module and ".shared_expert." not in module:
+            projection = _PARTS.get(leaf)
+        if kind != "weight" or projection is None:
             continue
         layer = int(module.split(".")[2])
         first = rows.get((layer, projection), 0)
         rows[layer, projection] = first + shape[0]
         found[stored_name(config.architecture, module)] = Place(layer, projection, first, *shape)
     return found
+
+
+def _expert_part(module: str, experts: Experts | None) -> str | None:
+    """Return the name of an expert's fused matrix that holds `module`, as `expert_projection` makes it; None for
+    modules that belong to no single expert."""
+    found = re.search(r"\.experts\.(\d+)\.(\w+)$", module)
+    if found is None or experts is None or experts.stacked == "alternating":
+        return None
+    return expert_projection(int(found[1]), "down" if found[2] == experts.projections[2] else "gate_up")
 
 
 def load_lora(
@@ -71,16 +86,17 @@ def load_lora(
     name: str,
     lora_int_id: int,
     max_lora_rank: int,
+    experts: bool = True,
 ) -> LoRAAdapter:
     """Read the PEFT adapter in `folder`, in the dtype of `model`. `model_config` is the whole model's configuration if
-    `model` is a rank's part of it; None: the model's.
+    `model` is a rank's part of it; None: the model's. `experts`: whether the device computes adapters of experts.
 
     Names, ranks and shapes of all tensors are checked before any data is read. Modules have the names of the text model
     or those of a multimodal checkpoint that it is a part of. Raises CheckpointError if a file is
     missing or does not fit the model, or UnsupportedModelError for what is not implemented.
     """
     c = model.config if model_config is None else model_config
-    config, known = read_lora_config(folder), places(c)
+    config, known = read_lora_config(folder), places(c, experts=True)
     path = folder / FILE
     if not path.is_file():
         is_pickled = (folder / "adapter_model.bin").exists()
@@ -93,7 +109,7 @@ def load_lora(
     spellings = (each for each in TEXT_BEGINNINGS for name in file.entries if name.startswith(_PREFIX + each))
     beginning = next(spellings, "model.")
     known = {beginning + module.removeprefix("model."): place for module, place in known.items()}
-    names = _check(path, file.entries, config, known, max_lora_rank)
+    names = _check(path, file.entries, config, known, max_lora_rank, experts)
     layers: list[dict[str, tuple[LoRAPart, ...]]] = [{} for _ in range(c.num_layers)]
     for module, (a, b) in names.items():
         place, scale = known[module], config.scale_of(module)
@@ -123,6 +139,7 @@ def _check(
     config: LoRAConfig,
     known: Mapping[str, Place],
     max_lora_rank: int,
+    experts: bool,
 ) -> dict[str, tuple[str, str]]:
     """Check the tensors of an adapter, and return the names of A and B for each module. `entries` has the shape and
     dtype name of every tensor."""
@@ -131,12 +148,17 @@ def _check(
         module, _, kind = name.removeprefix(_PREFIX).removesuffix(".weight").partition(".lora_")
         if not name.startswith(_PREFIX) or module not in known or kind not in ("A", "B"):
             allowed = f"{_PREFIX}MODULE.lora_A.weight and lora_B.weight of a layer's {', '.join(_PARTS)}"
-            allowed += ", but not of experts"
+            allowed += ", or of a single expert, but not of shared or fused experts"
             raise UnsupportedModelError(f"{path}: {name}: not implemented; allowed: {allowed}, as the model has them")
         if not config.has(module):
             raise CheckpointError(f"{path}: {name} is there, but adapter_config.json does not name {module}")
+        if ".experts." in module and not experts:
+            allowed = "an adapter without experts, or device='cpu'"
+            raise UnsupportedModelError(f"{path}: {name}: experts are not implemented on a GPU; allowed: {allowed}")
         found.setdefault(module, {})[kind] = name
-    wanted = [module for module in known if config.has(module)]
+    # The name of a projection may also match experts, which PEFT does not find where a model fuses them.
+    has_experts = any(".experts." in module for module in found)
+    wanted = [module for module in known if config.has(module) and (has_experts or ".experts." not in module)]
     missing = [f"{module}.lora_{kind}" for module in wanted for kind in "AB" if kind not in found.get(module, ())]
     if missing or not wanted:
         what = ", ".join(missing[:3]) or "every module that adapter_config.json names"

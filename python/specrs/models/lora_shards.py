@@ -22,13 +22,13 @@ class AdapterCuts:
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         """Make the rules of `shard` for the whole model's `config`."""
-        cuts, own = Cuts(config, shard), places(shard.of_config(config))
+        cuts, own = Cuts(config, shard), places(shard.of_config(config), experts=True)
         self._cuts = {
             (place.layer, place.projection, place.first): (
                 cuts.of(f"{module}.weight", (place.outputs, place.inputs)),
                 own[module].first,
             )
-            for module, place in places(config).items()
+            for module, place in places(config, experts=True).items()
         }
 
     def layer(self, adapter: LoRAAdapter, index: int) -> dict[str, tuple[LoRAPart, ...]]:

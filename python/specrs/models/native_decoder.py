@@ -9,7 +9,7 @@ Steps of an engine run these passes in the Rust core. The passes called here ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,8 +22,9 @@ from specrs.instruction_sets import start_pool
 from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts, DeltaWeights, NativeLayer, NativeWeights, NumpyHeld
 from specrs.models.delta_net import DeltaNet
+from specrs.models.experts import Experts
 from specrs.models.kv_groups import KVGroups, kv_groups
-from specrs.models.lora import LoRAAdapter
+from specrs.models.lora import LoRAAdapter, LoRAPart, expert_projection
 from specrs.models.native_cache import NativeKVCache
 from specrs.models.native_inputs import Ints, NativeInputs, NativeStates
 from specrs.models.rope import Rope, rope_magnitude
@@ -122,13 +123,7 @@ class NativeDecoder(NumpyHeld, DecoderFacts):
         """
         found = self._loras.get(adapter)
         if found is None:
-            layers = [
-                {
-                    name: [(bits(part.a), bits(part.b), part.first) for part in layer.get(name, ())]
-                    for name in ("qkv", "o", "gate_up", "down")
-                }
-                for layer in adapter.layers
-            ]
+            layers = [_native_layer(layer, self.config.experts) for layer in adapter.layers]
             found = self._loras[adapter] = CpuLora(self._native, layers)
         return found
 
@@ -358,3 +353,17 @@ def stored_parts(weight: NativeWeight) -> list[tuple[Stored, Array | None]]:
 
 def _stored(part: Stored) -> Stored:
     return part if isinstance(part, PackedMatrix) else bits(part)
+
+
+def _native_layer(layer: Mapping[str, Sequence[LoRAPart]], experts: Experts | None) -> dict[str, list[Any]]:
+    """Return a layer of an adapter as `CpuLora` takes it."""
+
+    def parts(name: str) -> list[tuple[Array, Array, int]]:
+        return [(bits(part.a), bits(part.b), part.first) for part in layer.get(name, ())]
+
+    made: dict[str, list[Any]] = {name: parts(name) for name in ("qkv", "o", "gate_up", "down")}
+    count = 0 if experts is None or made.keys() >= layer.keys() else experts.count
+    made["experts"] = [
+        (parts(expert_projection(i, "gate_up")), parts(expert_projection(i, "down"))) for i in range(count)
+    ]
+    return made

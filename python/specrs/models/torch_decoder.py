@@ -33,7 +33,7 @@ from specrs.models.experts import Experts
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups, kv_groups
-from specrs.models.lora import AdapterRows
+from specrs.models.lora import AdapterRows, expert_projection
 from specrs.models.rope import Rope, rope_magnitude
 from specrs.models.torch_delta_net import delta_net
 from specrs.models.torch_short_conv import short_conv
@@ -216,7 +216,8 @@ class TorchDecoder(TorchFacts):
             norms = None if w.experts is None else w.experts.norms
             if w.experts is not None and c.experts is not None:
                 sent = x if norms is None else rms_norm(h, norms.expert_input, eps)
-                mixed = mixture(sent, w.experts, c.experts, activate, self._routed(w.experts, sent, h))
+                routed = self._routed(w.experts, sent, h)
+                mixed = mixture(sent, w.experts, c.experts, activate, routed, i, adapters)
             if mixed is None or norms is not None:
                 gate_up = w.gate_up.product(x)
                 for adapter in adapters:
@@ -347,14 +348,20 @@ def _without_gate(qkv: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tenso
 
 
 def mixture(
-    x: Tensor, weights: TorchExperts, experts: Experts, activate: Callable[[Tensor], Tensor], routed: Tensor
+    x: Tensor,
+    weights: TorchExperts,
+    experts: Experts,
+    activate: Callable[[Tensor], Tensor],
+    routed: Tensor,
+    layer: int,
+    adapters: Sequence[AdapterRows] = (),
 ) -> Tensor:
     """Return the output of a layer's experts for `x` `[N, hidden]`: the weighted sum over the experts that the router
     chose.
 
     `routed` `[N, hidden]` is the router's input. `activate` is the model's activation of gate and up features. Rows are
     sorted by expert, so each expert in use has one product. A row adds up its experts in a fixed order, which does not
-    depend on the other rows.
+    depend on the other rows. `adapters` add to the experts of layer number `layer`.
     """
     logits = weights.router.product(routed)
     if experts.weighs_input:
@@ -380,8 +387,15 @@ def mixture(
     out = torch.empty_like(sent)
     for i, count in enumerate(ids.view(-1).bincount(minlength=experts.count).tolist()):
         if count:
-            hidden = activate(weights.gate_up[i].product(sent.narrow(0, first, count)))
-            out.narrow(0, first, count).copy_(weights.down[i].product(hidden))
+            given, of = sent.narrow(0, first, count), rows.narrow(0, first, count)
+            gate_up = weights.gate_up[i].product(given)
+            for adapter in adapters:
+                adapter.add_among_(gate_up, given, of, layer, expert_projection(i, "gate_up"))
+            hidden = activate(gate_up)
+            made = weights.down[i].product(hidden)
+            for adapter in adapters:
+                adapter.add_among_(made, hidden, of, layer, expert_projection(i, "down"))
+            out.narrow(0, first, count).copy_(made)
             first += count
     if not experts.weighs_input:
         out.mul_(weighed)

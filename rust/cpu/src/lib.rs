@@ -28,7 +28,7 @@ pub use layer::{
     Addition, Experts, LayerSizes, LayerWeights, Mlp, ParallelMlp, QkNorm, RouterScales, SharedExpert, VariedLayer,
 };
 pub use linear::{Linear, Part, Weight};
-pub use lora::{Lora, LoraLayer, LoraPart};
+pub use lora::{ExpertLora, Lora, LoraLayer, LoraPart};
 pub use pass::{Entries, HeadStates, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
 pub use shape::{ConvShape, DeltaShape, ModelShape, StateShape};

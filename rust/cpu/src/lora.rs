@@ -3,7 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::layer::{Layer, Mlp};
-use crate::linear::Part;
+use crate::linear::{Linear, Part};
 use crate::shape::ModelShape;
 use crate::weights::Weights;
 use specrs_cpu_kernels::{LANES, Values};
@@ -58,6 +58,17 @@ pub struct LoraLayer {
     pub gate_up: Vec<LoraPart>,
     /// Parts of the down projection of an MLP.
     pub down: Vec<LoraPart>,
+    /// Parts of each expert's projections; empty if the adapter changes no expert of the layer.
+    pub experts: Vec<ExpertLora>,
+}
+
+/// Parts that an adapter adds to the projections of one expert.
+#[derive(Default)]
+pub struct ExpertLora {
+    /// Parts of the gate and up projection.
+    pub gate_up: Vec<LoraPart>,
+    /// Parts of the down projection.
+    pub down: Vec<LoraPart>,
 }
 
 /// Name of a projection in a layer.
@@ -67,10 +78,46 @@ pub(crate) enum Projection {
     O,
     GateUp,
     Down,
+    /// Gate and up projection of an expert, by its index.
+    ExpertGateUp(usize),
+    /// Down projection of an expert, by its index.
+    ExpertDown(usize),
 }
 
 impl Projection {
-    const ALL: [Self; 4] = [Self::Qkv, Self::O, Self::GateUp, Self::Down];
+    /// Returns the projections of a layer with parts for this number of experts.
+    fn all(experts: usize) -> impl Iterator<Item = Self> {
+        let of_experts = (0..experts).flat_map(|i| [Self::ExpertGateUp(i), Self::ExpertDown(i)]);
+        [Self::Qkv, Self::O, Self::GateUp, Self::Down].into_iter().chain(of_experts)
+    }
+
+    /// Returns the projection's weights in a layer; `None` if the layer has no such projection.
+    fn of(self, layer: &Layer) -> Option<&Linear> {
+        match (self, &layer.mlp) {
+            (Self::Qkv, _) => Some(&layer.qkv),
+            (Self::O, _) => Some(&layer.o),
+            (Self::GateUp, Mlp::Dense { gate_up, .. }) => Some(gate_up),
+            (Self::Down, Mlp::Dense { down, .. }) => Some(down),
+            (Self::GateUp, Mlp::Experts(experts)) => experts.mlp.as_ref().map(|mlp| &mlp.gate_up),
+            (Self::Down, Mlp::Experts(experts)) => experts.mlp.as_ref().map(|mlp| &mlp.down),
+            (Self::ExpertGateUp(i), Mlp::Experts(experts)) => experts.experts.get(i).map(|expert| &expert.0),
+            (Self::ExpertDown(i), Mlp::Experts(experts)) => experts.experts.get(i).map(|expert| &expert.1),
+            (Self::ExpertGateUp(_) | Self::ExpertDown(_), Mlp::Dense { .. }) => None,
+        }
+    }
+}
+
+impl std::fmt::Display for Projection {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Qkv => f.write_str("qkv"),
+            Self::O => f.write_str("o"),
+            Self::GateUp => f.write_str("gate_up"),
+            Self::Down => f.write_str("down"),
+            Self::ExpertGateUp(i) => write!(f, "experts[{i}].gate_up"),
+            Self::ExpertDown(i) => write!(f, "experts[{i}].down"),
+        }
+    }
 }
 
 impl LoraLayer {
@@ -80,26 +127,21 @@ impl LoraLayer {
             Projection::O => &self.o,
             Projection::GateUp => &self.gate_up,
             Projection::Down => &self.down,
+            Projection::ExpertGateUp(i) => self.experts.get(i).map_or(&[], |expert| &expert.gate_up),
+            Projection::ExpertDown(i) => self.experts.get(i).map_or(&[], |expert| &expert.down),
         }
     }
 
+    fn projections(&self) -> impl Iterator<Item = Projection> {
+        Projection::all(self.experts.len())
+    }
+
     fn check(&self, i: usize, layer: &Layer) -> Result<()> {
-        let linear = |projection| match (projection, &layer.mlp) {
-            (Projection::Qkv, _) => Some(&layer.qkv),
-            (Projection::O, _) => Some(&layer.o),
-            (Projection::GateUp, Mlp::Dense { gate_up, .. }) => Some(gate_up),
-            (Projection::Down, Mlp::Dense { down, .. }) => Some(down),
-            (_, Mlp::Experts(_)) => None,
-        };
-        for projection in Projection::ALL {
+        for projection in self.projections() {
             for (number, part) in self.of(projection).iter().enumerate() {
-                let name = format!("layers[{i}].{projection:?}[{number}]").to_lowercase();
-                let Some(linear) = linear(projection) else {
-                    return Err(Error::invalid(
-                        name,
-                        "an adapter of experts",
-                        "none, because adapters are only for dense layers",
-                    ));
+                let name = format!("layers[{i}].{projection}[{number}]");
+                let Some(linear) = projection.of(layer) else {
+                    return Err(Error::invalid(name, "an adapter", "none, because the layer has no such projection"));
                 };
                 let (inputs, outputs) = (linear.inputs, linear.outputs());
                 if part.inputs != inputs {
@@ -128,7 +170,7 @@ impl Lora {
     /// Makes an adapter for these weights.
     ///
     /// # Errors
-    /// If the number of layers differs, a part does not match its projection, or a part is for experts.
+    /// If the number of layers differs, or a part does not match its projection.
     pub fn new(weights: &Weights, layers: Vec<LoraLayer>) -> Result<Self> {
         if layers.len() != weights.layers.len() {
             return Err(Error::invalid("layers", layers.len(), weights.layers.len().to_string()));
@@ -136,10 +178,11 @@ impl Lora {
         for (i, (own, layer)) in layers.iter().zip(&weights.layers).enumerate() {
             own.check(i, layer)?;
         }
-        let projections = |layer| {
-            Projection::ALL.map(|projection| LoraLayer::of(layer, projection).iter().map(LoraPart::vectors).sum())
+        let projections = |layer: &LoraLayer| {
+            let vectors = |projection| layer.of(projection).iter().map(LoraPart::vectors).sum();
+            layer.projections().map(vectors).max().unwrap_or(0)
         };
-        let vectors = layers.iter().flat_map(projections).max().unwrap_or(0);
+        let vectors = layers.iter().map(projections).max().unwrap_or(0);
         Ok(Self { layers, shape: weights.shape, vectors })
     }
 

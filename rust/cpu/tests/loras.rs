@@ -3,7 +3,9 @@
 mod support;
 
 use proptest::prelude::*;
-use specrs_cpu::{Decoder, Error, Isa, KvCache, Lora, LoraLayer, LoraPart, Memory, ModelShape, Output, Pass, Values};
+use specrs_cpu::{
+    Decoder, Error, ExpertLora, Isa, KvCache, Lora, LoraLayer, LoraPart, Memory, ModelShape, Output, Pass, Values,
+};
 use std::sync::Arc;
 use support::{BY_32, EXPERTS, Host, KINDS, Kind, MIXTURES, Model, Numbers, QWEN3, SMALL};
 
@@ -104,7 +106,7 @@ proptest! {
 
     #[test]
     fn they_are_the_same_bits_whatever_else_is_in_a_pass(
-        kind in prop::sample::select(KINDS.to_vec()),
+        kind in prop::sample::select([&KINDS[..], &MIXTURES].concat()),
         bf16 in any::<bool>(),
         prompt_tiles in any::<bool>(),
         code_bits in prop::sample::select(vec![0, 8, 4]),
@@ -167,10 +169,15 @@ fn what_does_not_fit_is_refused() {
     let said = refused(LoraLayer { qkv: vec![part(40, 60, 0), part(40, 20, 81)], ..LoraLayer::default() });
     assert_eq!(said, "layers[1].qkv[1]'s last output=101: must be at most the projection's 100");
     let said = refused(LoraLayer { down: vec![part(70, 40, 0)], ..LoraLayer::default() });
-    assert_eq!(
-        said,
-        "layers[1].down[0]=an adapter of experts: must be none, because adapters are only for dense layers"
-    );
+    assert_eq!(said, "layers[1].down[0]=an adapter: must be none, because the layer has no such projection");
+    let of_expert = |i: usize| {
+        let mut experts: Vec<_> = (0..=i).map(|_| ExpertLora::default()).collect();
+        experts[i].down.push(part(70, 40, 0));
+        refused(LoraLayer { experts, ..LoraLayer::default() })
+    };
+    assert_eq!(of_expert(1), "layers[1].experts[1].down[0]'s inputs=70: must be 36");
+    let said = of_expert(EXPERTS.experts);
+    assert!(said.ends_with("[0]=an adapter: must be none, because the layer has no such projection"), "{said}");
     let said = Lora::new(&weights, Vec::new()).unwrap_err().to_string();
     assert_eq!(said, "layers=0: must be 2");
     let numbers = |len| Values::F32(Memory::from_vec(vec![0.0; len]));

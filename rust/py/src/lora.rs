@@ -5,7 +5,7 @@ use crate::error::{Class, cpu_to_py, size};
 use crate::tensors::values;
 use numpy::Ix2;
 use pyo3::prelude::*;
-use specrs_cpu::{Lora, LoraLayer, LoraPart};
+use specrs_cpu::{ExpertLora, Lora, LoraLayer, LoraPart};
 use std::sync::Arc;
 
 /// Part of an adapter that is added to some outputs of a projection: A, B times the scale, and the first of these
@@ -20,6 +20,8 @@ struct LayerParts<'py> {
     o: Vec<Part<'py>>,
     gate_up: Vec<Part<'py>>,
     down: Vec<Part<'py>>,
+    /// Parts of each expert's gate and up projection and of its down projection; empty without parts for experts.
+    experts: Vec<(Vec<Part<'py>>, Vec<Part<'py>>)>,
 }
 
 /// Adapter in borrowed arrays.
@@ -70,11 +72,16 @@ impl CpuLora {
     fn new(py: Python<'_>, weights: &CpuWeights, layers: Vec<LayerParts<'_>>) -> PyResult<Self> {
         let layer = |(i, given): (usize, &LayerParts<'_>)| -> PyResult<LoraLayer> {
             let named = |field: &str, given| parts(py, &format!("layers[{i}].{field}"), given);
+            let expert = |(j, (gate_up, down)): (usize, &(Vec<_>, Vec<_>))| -> PyResult<ExpertLora> {
+                let named = |field: &str, given| parts(py, &format!("layers[{i}].experts[{j}].{field}"), given);
+                Ok(ExpertLora { gate_up: named("gate_up", gate_up)?, down: named("down", down)? })
+            };
             Ok(LoraLayer {
                 qkv: named("qkv", &given.qkv)?,
                 o: named("o", &given.o)?,
                 gate_up: named("gate_up", &given.gate_up)?,
                 down: named("down", &given.down)?,
+                experts: given.experts.iter().enumerate().map(expert).collect::<PyResult<_>>()?,
             })
         };
         let layers = layers.iter().enumerate().map(layer).collect::<PyResult<_>>()?;

@@ -56,6 +56,7 @@ class CpuBackend:
     max_speculative_tokens = DEFAULT_MAX_SPECULATIVE_TOKENS
     gpus_per_rank = 0
     drafts_text = True
+    adapts_experts = True
 
     def is_available(self) -> bool:
         return True

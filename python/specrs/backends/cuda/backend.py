@@ -50,6 +50,7 @@ class CudaBackend:
     max_speculative_tokens = DEFAULT_MAX_SPECULATIVE_TOKENS_OF_GPUS
     gpus_per_rank = 1
     drafts_text = False
+    adapts_experts = False
 
     def is_available(self) -> bool:
         return has_gpu()

@@ -2,11 +2,12 @@
 //! expert, and the MLP's two before them. Rows are grouped by expert, so that the weights of each expert are read once
 //! per tile.
 
-use super::products::Fed;
+use super::products::{Fed, FedRoom};
 use super::scratch::{Buffers, Mixture, Private};
 use super::{Activations, CHUNK, Context};
 use crate::layer::{Experts, Layer, SharedExpert};
-use specrs_cpu_kernels::{Columns, ColumnsMut, LANES, RmsNorm, RoundedRoom, Route, Vector, sigmoid};
+use crate::lora::Projection;
+use specrs_cpu_kernels::{Columns, ColumnsMut, LANES, RmsNorm, Route, Vector, sigmoid};
 
 impl Context<'_> {
     pub(super) fn experts(&self, layer: &Layer, experts: &Experts, buffers: &mut Buffers, private: &mut [Private]) {
@@ -68,7 +69,7 @@ impl Context<'_> {
                             } else {
                                 gather(x, sent, vectors, copied)
                             };
-                            let mut fed = self.fed_rows(gate_up, x, of.len(), &mut room.rounded);
+                            let mut fed = self.fed_sent(Projection::ExpertGateUp(i), gate_up, x, sent, room);
                             self.gate_up(gate_up, &mut fed, of, None, (y, z), &mut acts);
                         }
                     }
@@ -92,7 +93,7 @@ impl Context<'_> {
             let Private { y, room, .. } = &mut own.row_mut(0)[0];
             for piece in pieces {
                 let outs = &mut outs.take(piece);
-                self.mix(experts, norm.is_some(), (starts, sent, weights), act, (y, &mut room.rounded), outs);
+                self.mix(experts, norm.is_some(), (starts, sent, weights), act, (y, room), outs);
             }
         });
         if let Some([mlp, _, expert]) = &layer.expert_vectors.norms {
@@ -192,7 +193,7 @@ impl Context<'_> {
         normed: bool,
         (starts, sent, weights): (&[usize], &[usize], &[f32]),
         act: &[Vector],
-        (y, room): (&mut [f32], &mut RoundedRoom),
+        (y, room): (&mut [f32], &mut FedRoom),
         outs: &mut ColumnsMut<'_, f32>,
     ) {
         let vectors = experts.sizes().intermediate.div_ceil(LANES);
@@ -205,9 +206,9 @@ impl Context<'_> {
             if !of.is_empty() {
                 let act = &act[of.start * vectors..of.end * vectors];
                 let weight = |weight: &f32| if experts.weighs_input { 1.0 } else { *weight };
-                let sent = sent[of.clone()].iter().zip(&weights[of]);
-                let sent = sent.map(|(&row, own)| (row, weight(own) * multiplier));
-                let mut fed = self.fed_rows(down, act, sent.len(), room);
+                let rows = &sent[of.clone()];
+                let sent = rows.iter().zip(&weights[of]).map(|(&row, own)| (row, weight(own) * multiplier));
+                let mut fed = self.fed_sent(Projection::ExpertDown(i), down, act, rows, room);
                 for first in outs.columns().step_by(CHUNK) {
                     let chunk = first..(first + CHUNK).min(outs.columns().end);
                     self.product(down, chunk.clone(), &mut fed, sent.len(), y, CHUNK);

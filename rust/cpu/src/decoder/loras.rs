@@ -7,9 +7,11 @@ use crate::lora::{Lora, Projection};
 use crate::pass::MAX_TILE_ROWS;
 use crate::shape::ModelShape;
 use specrs_cpu_kernels::{LANES, Product, Vector, Vectors};
+use std::borrow::Cow;
 use std::ops::Range;
 
-/// Neighbouring rows of a tile that use the same adapter.
+/// Neighbouring rows that use the same adapter, of a tile or of what an expert is fed.
+#[derive(Clone)]
 pub(super) struct AdaptedRows<'a> {
     rows: Range<usize>,
     lora: &'a Lora,
@@ -28,6 +30,13 @@ impl<'a> AdaptedRows<'a> {
         }
         found
     }
+
+    /// Returns the adapters of the rows `sent` of a tile, which ascend. Rows are counted among these.
+    fn among(adapted: &[Self], sent: &[usize]) -> Vec<Self> {
+        let place = |row: usize| sent.partition_point(|&sent| sent < row);
+        let among = adapted.iter().map(|own| Self { rows: place(own.rows.start)..place(own.rows.end), ..own.clone() });
+        among.filter(|own| !own.rows.is_empty()).collect()
+    }
 }
 
 /// Scratch memory of one thread for the products of adapters; empty before the first adapter.
@@ -40,11 +49,12 @@ pub(super) struct LoraRoom {
 }
 
 impl LoraRoom {
-    /// Reserves memory for an adapter with `vectors` vectors per row.
-    pub(super) fn reserve(&mut self, vectors: usize, shape: &ModelShape) {
+    /// Reserves memory for an adapter with `vectors` vectors per row, in a model with layers of the sizes `kinds`.
+    pub(super) fn reserve(&mut self, vectors: usize, kinds: &[ModelShape]) {
         if self.low.len() < MAX_TILE_ROWS * vectors {
             self.low = Vectors::new(MAX_TILE_ROWS * vectors);
-            self.y = vec![0.0; MAX_TILE_ROWS * CHUNK.max(shape.head_dim)];
+            let widest = kinds.iter().map(|kind| kind.head_dim).fold(CHUNK, usize::max);
+            self.y = vec![0.0; MAX_TILE_ROWS * widest];
         }
     }
 
@@ -56,12 +66,13 @@ impl LoraRoom {
 
 /// Products of adapters that are to be added to a projection's outputs.
 pub(super) struct Added<'a> {
+    adapted: Cow<'a, [AdaptedRows<'a>]>,
     projection: Projection,
     low: &'a [Vector],
     y: &'a mut [f32],
 }
 
-impl Context<'_> {
+impl<'c> Context<'c> {
     /// Computes `A x` of the rows that have adapters, from `x` `[rows, ceil(inputs / 16)]`. Returns `None` if no row
     /// has an adapter.
     pub(super) fn lower<'a>(
@@ -70,12 +81,45 @@ impl Context<'_> {
         inputs: usize,
         x: &[Vector],
         room: &'a mut LoraRoom,
-    ) -> Option<Added<'a>> {
+    ) -> Option<Added<'a>>
+    where
+        'c: 'a,
+    {
+        self.lower_of(Cow::Borrowed(self.adapted), projection, inputs, x, room)
+    }
+
+    /// Computes `A x` of the rows that have adapters among the rows `sent` of the tile, which ascend, from `x`
+    /// `[sent, ceil(inputs / 16)]`. Returns `None` if no row has an adapter.
+    pub(super) fn lower_sent<'a>(
+        &self,
+        sent: &[usize],
+        projection: Projection,
+        inputs: usize,
+        x: &[Vector],
+        room: &'a mut LoraRoom,
+    ) -> Option<Added<'a>>
+    where
+        'c: 'a,
+    {
         if self.adapted.is_empty() {
             return None;
         }
+        self.lower_of(Cow::Owned(AdaptedRows::among(self.adapted, sent)), projection, inputs, x, room)
+    }
+
+    fn lower_of<'a>(
+        &self,
+        adapted: Cow<'a, [AdaptedRows<'a>]>,
+        projection: Projection,
+        inputs: usize,
+        x: &[Vector],
+        room: &'a mut LoraRoom,
+    ) -> Option<Added<'a>> {
+        if adapted.is_empty() {
+            return None;
+        }
         let (width, vectors) = (room.low.len() / MAX_TILE_ROWS, inputs.div_ceil(LANES));
-        for AdaptedRows { rows, lora } in self.adapted {
+        for AdaptedRows { rows, lora } in adapted.iter() {
             let x = &x[rows.start * vectors..rows.end * vectors];
             let mut from = rows.start * width;
             for part in lora.parts(self.layer, projection) {
@@ -87,14 +131,14 @@ impl Context<'_> {
                 self.by_vectors(&part.a, 0..part.rank(), Product { inputs, x, rows: rows.len(), y, y_stride });
             }
         }
-        Some(Added { projection, low: &room.low, y: &mut room.y })
+        Some(Added { adapted, projection, low: &room.low, y: &mut room.y })
     }
 
     /// Adds `B A x` to outputs `outputs` of the rows that have adapters. `y` has the rows of
     /// [`product`](Self::product), each `stride` long.
     pub(super) fn raise(&self, added: &mut Added<'_>, outputs: &Range<usize>, y: &mut [f32], stride: usize) {
         let width = added.low.len() / MAX_TILE_ROWS;
-        for AdaptedRows { rows, lora } in self.adapted {
+        for AdaptedRows { rows, lora } in added.adapted.iter() {
             let mut from = rows.start * width;
             for part in lora.parts(self.layer, added.projection) {
                 let x = &added.low[from..from + rows.len() * part.vectors()];

@@ -356,8 +356,8 @@ impl Decoder {
             }
             vectors = vectors.max(lora.vectors);
         }
-        let shape = &self.weights.shape;
-        self.private.iter_mut().for_each(|own| own.room.loras.reserve(vectors, shape));
+        let kinds = &self.weights.kinds;
+        self.private.iter_mut().for_each(|own| own.room.loras.reserve(vectors, kinds));
         Ok(())
     }
 }

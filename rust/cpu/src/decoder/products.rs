@@ -97,7 +97,7 @@ fn by_tiles(linear: &Linear) -> bool {
     linear.inputs.is_multiple_of(PAIRS) && linear.parts.iter().all(|part| bf16(&part.weight))
 }
 
-impl Context<'_> {
+impl<'c> Context<'c> {
     /// Rounds `rows` rows of `inputs` numbers to bf16 before a product, if the decoder does so. Does nothing to rows
     /// that tiles multiply, which are rounded when they are laid out as tiles.
     pub(super) fn round(&self, x: &mut [Vector], rows: usize, inputs: usize) {
@@ -113,13 +113,33 @@ impl Context<'_> {
         linear: &Linear,
         x: &'a [Vector],
         room: &'a mut FedRoom,
-    ) -> Fed<'a> {
+    ) -> Fed<'a>
+    where
+        'c: 'a,
+    {
         let added = self.lower(projection, linear.inputs, x, &mut room.loras);
         let input = match self.tiles.filter(|_| by_tiles(linear)) {
             Some(tiles) => self.split(tiles, linear, x, self.rows(), &mut room.tiles),
             None => self.input(linear, x, self.rows(), &mut room.rounded),
         };
         Fed { input, added }
+    }
+
+    /// Prepares the rows `sent` of the tile, which ascend and lie in `x`, as input of an expert's projection. They must
+    /// have gone through [`round`](Self::round).
+    pub(super) fn fed_sent<'a>(
+        &self,
+        projection: Projection,
+        linear: &Linear,
+        x: &'a [Vector],
+        sent: &[usize],
+        room: &'a mut FedRoom,
+    ) -> Fed<'a>
+    where
+        'c: 'a,
+    {
+        let added = self.lower_sent(sent, projection, linear.inputs, x, &mut room.loras);
+        Fed { input: self.input(linear, x, sent.len(), &mut room.rounded), added }
     }
 
     /// Prepares `rows` rows in `x` as input of a projection to which no adapter adds. They must have gone through

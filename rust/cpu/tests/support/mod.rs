@@ -18,9 +18,9 @@ mod weights;
 pub use host::Host;
 pub use reference::Near;
 use specrs_cpu::{
-    Activation, Bf16, Decoder, DecoderWeights, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora,
-    LoraLayer, LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, QueryScaling, Rotation, Rounding,
-    Tiles, Values, ValuesMut, Weights,
+    Activation, Bf16, Decoder, DecoderWeights, E4m3, E5m2, ExpertLora, Experts, Isa, KvCache, KvShape, LayerWeights,
+    Linear, Lora, LoraLayer, LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, QueryScaling, Rotation,
+    Rounding, Tiles, Values, ValuesMut, Weights,
 };
 use std::sync::Arc;
 pub use weights::{Dense, LowRank, Stored, group_of};
@@ -382,6 +382,7 @@ impl Model {
             if layer.router.is_none() {
                 dense.extend([&mut layer.gate, &mut layer.up, &mut layer.down]);
             }
+            dense.extend(layer.experts.as_flattened_mut());
             for dense in dense {
                 let (inputs, outputs, rank) = (dense.inputs, dense.weight.len() / dense.inputs, 1 + n.below(40));
                 if n.below(4) > 0 {
@@ -412,11 +413,13 @@ impl Model {
             }
             parts
         };
+        let expert = |[gate, up, down]: &[Dense; 3]| ExpertLora { gate_up: parts(&[gate, up]), down: parts(&[down]) };
         let layer = |l: &LayerNumbers| LoraLayer {
             qkv: parts(&[&l.q, &l.k, &l.v]),
             o: parts(&[&l.o]),
             gate_up: parts(&[&l.gate, &l.up]),
             down: parts(&[&l.down]),
+            experts: l.experts.iter().map(expert).collect(),
         };
         Arc::new(Lora::new(weights, self.layers.iter().map(layer).collect()).unwrap())
     }
