@@ -43,8 +43,7 @@ def without_interleaved_rope(config: Any, where: str) -> None:
 
 def with_equal_layers(config: Any, where: str) -> None:
     """Raise UnsupportedModelError if the layers of a model have different sizes. Code that cannot run such models calls
-    this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU" or "with
-    enable_lora=True"."""
+    this. `config` is the ModelConfig. `where` is a phrase for the message, such as "for custom_generate"."""
     if config.varied:
         raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have equal sizes")
 
