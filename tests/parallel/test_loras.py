@@ -19,6 +19,7 @@ from lora.test_cuda import with_slots
 from models.cuda_models import LENGTH
 from models.harness import Feeder
 from specrs import LLM, LoRARequest, SamplingParams
+from specrs.backends.cuda.adapters import slots_bytes
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.rank_loras import ReceivedLoRAs, pack_layer, unpack_layer
 from specrs.backends.ranks import LeadingRunner
@@ -33,6 +34,7 @@ from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
 from specrs.parallel.ranks import HostExchanges, Ranks
 from torch import Tensor
+from weight_memory import assert_needed, memory_of
 
 from parallel.harness import engine_on_threads
 from parallel.threads import on_ranks, one_kernel_at_a_time  # noqa: F401 (a fixture)
@@ -240,6 +242,18 @@ def test_logits_by_the_cuda_pass(family: str, length: int, fields: dict[str, Any
     one, other = on_ranks(2, on_rank)
     assert_near(one, whole(torch.float64), whole(torch.float32), ulps=32)
     assert torch.equal(one, other)
+
+
+def test_slots_of_a_rank_are_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a GPU needs memory for the rank's part of the weights and of the adapters' slots."""
+    config = settings(folder, dtype="float32", enable_lora=True, max_loras=3, max_lora_rank=20, tensor_parallel_size=2)
+
+    def needed(ranks: Ranks) -> tuple[Ranks, int]:
+        model = load_model(folder / "0", dtype=torch.float32, device=ranks)
+        return ranks, memory_of(model.weights) + slots_bytes(model.config, 3, 20, 4)
+
+    for ranks, size in on_ranks(2, needed):
+        assert_needed(config, size, monkeypatch, ranks=ranks, match="GiB for max_loras=3 adapters.*")
 
 
 @pytest.mark.usefixtures("one_kernel_at_a_time")
