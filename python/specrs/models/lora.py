@@ -5,7 +5,7 @@ For rows with the adapter, a projection returns `W x + s B (A x)` (Hu et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Matrix: TypeAlias = Any
 """A NumPy array for a native model, a tensor for a torch model."""
+_EXPERTS = "experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,19 @@ class LoRAAdapter:
     """For each layer the parts of the adapter, by the projection's name in `LayerWeights`, or for experts by
     `expert_projection`."""
 
+    def changes_experts(self, layer: int) -> bool:
+        """Return whether the adapter changes experts of a layer."""
+        return any(name.startswith(_EXPERTS) for name in self.layers[layer])
+
 
 def expert_projection(expert: int, name: str) -> str:
     """Return the name of expert number `expert`'s projection `name`, `gate_up` or `down`, in `LoRAAdapter.layers`."""
-    return f"experts.{expert}.{name}"
+    return f"{_EXPERTS}{expert}.{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Rows of a torch pass that use one adapter."""
+    """Rows of a torch pass, or of what an expert is fed, that use one adapter."""
 
     adapter: LoRAAdapter
     """The adapter, with tensors as matrices."""
@@ -56,20 +61,11 @@ class AdapterRows:
     def add_(self, out: Tensor, x: Tensor, layer: int, projection: str) -> None:
         """Add the adapter's output for its rows of `x` `[N, inputs]` to these rows of `out` `[N, outputs]`. Mutates
         `out`."""
-        self._add(out, x, self.rows, self.adapter.layers[layer].get(projection))
-
-    def add_among_(self, out: Tensor, x: Tensor, sent: Tensor, layer: int, projection: str) -> None:
-        """Add the adapter's output as `add_` does, where row i of `x` and `out` is row `sent[i]` of the pass. Mutates
-        `out`."""
         parts = self.adapter.layers[layer].get(projection)
-        if parts:
-            self._add(out, x, (sent[:, None] == self.rows).any(1).nonzero().view(-1), parts)
-
-    def _add(self, out: Tensor, x: Tensor, rows: Tensor, parts: Sequence[LoRAPart] | None) -> None:
-        if not parts or not len(rows):
+        if not parts or not len(self.rows):
             return
-        x = x.index_select(0, rows)
+        x = x.index_select(0, self.rows)
         for part in parts:
             out.narrow(1, part.first, len(part.b)).index_add_(
-                0, rows, x @ part.a.t().to(x.dtype) @ part.b.t().to(x.dtype)
+                0, self.rows, x @ part.a.t().to(x.dtype) @ part.b.t().to(x.dtype)
             )

@@ -378,6 +378,7 @@ def mixture(
         shares = shares * weights.scales.experts[ids]
     if experts.swiglu is not None:
         activate = partial(clamped_swiglu, **experts.swiglu._asdict())
+    adapters = [own for own in adapters if own.adapter.changes_experts(layer)]
     order = ids.view(-1).argsort(stable=True)
     rows = order.div(experts.per_token, rounding_mode="floor")
     sent, first = x.index_select(0, rows), 0
@@ -389,12 +390,13 @@ def mixture(
         if count:
             given, of = sent.narrow(0, first, count), rows.narrow(0, first, count)
             gate_up = weights.gate_up[i].product(given)
-            for adapter in adapters:
-                adapter.add_among_(gate_up, given, of, layer, expert_projection(i, "gate_up"))
+            mine = [AdapterRows(own.adapter, torch.isin(of, own.rows).nonzero().view(-1)) for own in adapters]
+            for adapter in mine:
+                adapter.add_(gate_up, given, layer, expert_projection(i, "gate_up"))
             hidden = activate(gate_up)
             made = weights.down[i].product(hidden)
-            for adapter in adapters:
-                adapter.add_among_(made, hidden, of, layer, expert_projection(i, "down"))
+            for adapter in mine:
+                adapter.add_(made, hidden, layer, expert_projection(i, "down"))
             out.narrow(0, first, count).copy_(made)
             first += count
     if not experts.weighs_input:
