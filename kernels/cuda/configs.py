@@ -214,9 +214,10 @@ def _extra_bytes(shape: LinearShape, block_k: int, block_m: int) -> int:
 
 @cache
 def load_table(path: Path = TABLE) -> Mapping[str, Mapping[str, LinearConfig]]:
-    """Load the table: `{GPU name: {shape key: configuration}}`."""
+    """Load the table: `{GPU name: {shape key: configuration}}`. Checks nothing: `backends.cuda.product_table` does,
+    before an engine's first product."""
     content = json.loads(path.read_text(encoding="utf-8"))
     return {
         gpu: {key: LinearConfig(**fields) for key, fields in shapes.items()}
-        for gpu, shapes in content["products"].items()
+        for gpu, shapes in content.get("products", {}).items()
     }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from specrs.backends.cuda import providers
+from specrs.backends.cuda.product_table import read_table
 from specrs.backends.cuda.providers import (
     BUCKETS,
     CUBLAS,
@@ -20,12 +21,14 @@ from specrs.backends.cuda.providers import (
     write_providers,
 )
 from specrs.errors import InvalidConfigError
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, load_table
 from specrs.kernels.cuda.tuning import write_table
 
 GATED = LinearShape(25600, 5120, torch.bfloat16, gated=True)
 DOWN = LinearShape(5120, 25600, torch.bfloat16)
-LT = Choice(CUBLASLT, b"\x01\xff", 130401)
+TILES = {"block_n": 64, "block_k": 128, "programs": 132, "num_warps": 4, "num_stages": 4}
+LT = Choice(CUBLASLT, bytes(range(96)), 130401)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,11 @@ def test_the_file_keeps_everything_else(tmp_path: Path) -> None:
     }
     assert load_table(path)["some GPU"][DOWN.key] == LinearConfig(64, 128, 132, 4, 4)
     written = json.loads(path.read_text())["many_rows"]["some GPU"]["n51200-k5120-bfloat16"]
-    assert written == {"2048": {"provider": "cublaslt", "algorithm": "01ff", "version": 130401}}
+    assert written == {"2048": {"provider": "cublaslt", "algorithm": bytes(range(96)).hex(), "version": 130401}}
+
+
+def lt(**fields: Any) -> dict[str, Any]:
+    return LT.as_json() | fields
 
 
 @pytest.mark.parametrize(
@@ -89,16 +96,17 @@ def test_the_file_keeps_everything_else(tmp_path: Path) -> None:
         ("96", {"provider": "own", "tile": 3}, "must have provider and at most algorithm, provider, version"),
         ("96", {"provider": "magma"}, "n1-k2-bfloat16.96.provider='magma': must be one of cublas, cublaslt, own"),
         ("160", {"provider": "own"}, "160.provider='own': must be cublas or cublaslt for more than 128 rows"),
-        ("96", {"provider": "cublaslt"}, "must have algorithm and version, an integer, for cublaslt and for it alone"),
+        ("96", {"provider": "cublaslt"}, "must have algorithm and version for cublaslt, and for it alone"),
         ("96", {"provider": "cublaslt", "algorithm": "01"}, "must have algorithm and version"),
-        ("96", {"provider": "cublaslt", "algorithm": "01", "version": "13"}, "must have algorithm and version"),
         ("96", {"provider": "cublas", "algorithm": "01", "version": 13}, "must have algorithm and version"),
-        (
-            "96",
-            {"provider": "cublaslt", "algorithm": "0g", "version": 13},
-            "algorithm='0g': must be hexadecimal digits",
-        ),
-        ("96", {"provider": "cublaslt", "algorithm": 12, "version": 13}, "algorithm=12: must be hexadecimal digits"),
+        ("96", {"provider": "own", "version": 13}, "must have algorithm and version"),
+        ("96", lt(version="13"), "version='13': must be the integer that cuBLASLt reports as its version"),
+        ("96", lt(version=0), "version=0: must be the integer"),
+        ("96", lt(version=True), "version=True: must be the integer"),
+        ("96", lt(algorithm="0g"), "algorithm='0g': must be hexadecimal digits"),
+        ("96", lt(algorithm=12), "algorithm=12: must be hexadecimal digits"),
+        ("96", lt(algorithm="01ff"), "96.algorithm='01ff': must be 96 bytes, not 2"),
+        ("96", lt(algorithm=""), "algorithm='': must be 96 bytes, not 0"),
     ],
 )
 def test_malformed_entries_are_named(tmp_path: Path, rows: str, entry: Any, message: str) -> None:
@@ -111,10 +119,57 @@ def test_malformed_entries_are_named(tmp_path: Path, rows: str, entry: Any, mess
 
 
 @pytest.mark.parametrize(
+    ("section", "key", "entry", "message"),
+    [
+        ("many_rows", "n1-k2-bfloat16-gated", {}, "must be a dense weight such as n4096-k2048-bfloat16"),
+        ("many_rows", "n1-k0-bfloat16", {}, "must be a dense weight"),
+        ("many_rows", "n1-k2-float64", {}, "must be a dense weight"),
+        ("many_rows", "n1-k2-float32", {"96": LT.as_json()}, "n1-k2-float32='cublaslt': must be bfloat16 or float16"),
+        ("products", "n1-k2-bf16", TILES, "n1-k2-bf16='n1-k2-bf16': must be a product such as n4096-k2048-bfloat16"),
+        ("products", "n1-k2-bfloat16-fp4-32", TILES, "must be a product such as"),
+        ("products", "n1-k2-bfloat16", [], "n1-k2-bfloat16=[]: must be an object"),
+        ("products", "n1-k2-bfloat16", {"block_n": 64}, "must have block_n, block_k, programs, num_warps, num_stages"),
+        ("products", "n1-k2-bfloat16", TILES | {"block_m": 16}, "and at most prefetch more"),
+        ("products", "n1-k2-bfloat16", TILES | {"block_k": 96}, "block_k=96: must be a power of two"),
+        ("products", "n1-k2-bfloat16", TILES | {"num_stages": 0}, "num_stages=0: must be an integer of at least 1"),
+        ("products", "n1-k2-bfloat16", TILES | {"programs": "132"}, "programs='132': must be an integer of at least 1"),
+        ("products", "n1-k2-bfloat16", TILES | {"prefetch": -1}, "prefetch=-1: must be an integer of at least 0"),
+    ],
+)
+def test_entries_that_can_never_apply_are_named(
+    tmp_path: Path, section: str, key: str, entry: Any, message: str
+) -> None:
+    path = tmp_path / "configs.json"
+    path.write_text(json.dumps({section: {"GPU": {key: entry}}}))
+    with pytest.raises(InvalidConfigError, match=re.escape(message)) as error:
+        load_providers(path)
+    assert str(error.value).startswith(f"configs.json: {section}.GPU.{key}")
+    assert str(error.value).endswith("; run specrs tune again, or remove the entry")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        GATED,
+        LinearShape(64, 32, torch.float32, head_dim=64),
+        LinearShape(64, 32, torch.float16, gated=True, coding=Coding("int4", 32, minima="blocks"), experts=(128, 8)),
+    ],
+)
+def test_every_key_that_is_written_can_be_read(tmp_path: Path, shape: LinearShape) -> None:
+    path = tmp_path / "configs.json"
+    write_table(path, "GPU", {shape: LinearConfig(64, 128, 132, 4, 4)})
+    write_providers(path, "GPU", {LinearShape(64, 32, shape.dtype): {96: Choice(OWN)}})
+    assert read_table(path)["products"]["GPU"].keys() == {shape.key}
+    assert len(load_providers(path)["GPU"]) == 1
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "configs.json': cannot be read: Expecting property name"),
         ("[]", "configs.json=[]: must be an object"),
+        ('{"products": []}', "configs.json: products=[]: must be an object"),
+        ('{"products": {"GPU": 3}}', "configs.json: products.GPU=3: must be an object"),
         ('{"many_rows": null}', "many_rows=None: must be an object"),
         ('{"many_rows": {"GPU": []}}', "many_rows.GPU=[]: must be an object"),
         ('{"many_rows": {"GPU": {"n1-k2-bfloat16": "own"}}}', "many_rows.GPU.n1-k2-bfloat16='own': must be an object"),
@@ -125,7 +180,12 @@ def test_other_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(InvalidConfigError, match=re.escape(message)) as error:
         load_providers(path)
-    assert "run specrs tune again, or remove" in str(error.value)
+    assert "; run specrs tune again" in str(error.value)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match=r"none.json': cannot be read: .*No such file"):
+        load_providers(tmp_path / "none.json")
 
 
 def test_the_committed_table_can_be_read() -> None:

@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise invalid_config("device", KIND, "specrs tune times kernels on a CUDA device, and torch finds none here")
 
     from specrs.backends.cuda.experts import expert_shapes
+    from specrs.backends.cuda.providers import checked_providers
     from specrs.backends.cuda.workspace import layer_shapes
     from specrs.kernels.cuda.configs import TABLE
     from specrs.kernels.cuda.device import limits_of
@@ -74,6 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
         products = *dense, *expert_shapes(config, dtype).values()
         shapes |= {shape.key: shape for shape in products}
     output = arguments.output or TABLE
+    if output.exists():
+        checked_providers(output)  # before minutes of timing
     if arguments.only != "many":
         tune_few(shapes, rows, jobs, output)
     if arguments.only != "few":

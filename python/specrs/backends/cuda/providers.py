@@ -6,7 +6,6 @@ launches nothing.
 
 from __future__ import annotations
 
-import binascii
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from specrs.errors import InvalidConfigError, invalid_config
+from specrs.backends.cuda.product_table import WEIGHT_KEY, object_of, read_table, wrong_entry
 from specrs.kernels.cuda.configs import TABLE, LinearShape
 from specrs.kernels.cuda.linear_product import DRAFT_ROWS, MAX_ROWS
 
@@ -27,6 +26,9 @@ BUCKETS = (96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Numbers of rows for which products are measured. A product takes the entry of the next larger one."""
 OWN_BUCKETS = tuple(rows for rows in BUCKETS if rows <= DRAFT_ROWS)
 """Buckets in which our kernel can compute a product."""
+ALGORITHM_BYTES = 96
+"""Bytes of an algorithm, a `cublasLtMatmulHeuristicResult_t`. By cublasLt.h: 64 of `cublasLtMatmulAlgo_t`, a size, a
+status, a float, and four reserved integers."""
 _FIELDS = {"provider", "algorithm", "version"}
 
 
@@ -75,10 +77,10 @@ class Providers:
     entries: Entries = field(default_factory=dict)
 
     @classmethod
-    def of(cls, gpu: str) -> Providers:
-        """Return the choices that the table has for the GPU that torch calls `gpu`. Raises InvalidConfigError for a
-        table that cannot be read."""
-        return cls(load_providers().get(gpu, {}))
+    def of(cls, gpu: str, path: Path = TABLE) -> Providers:
+        """Return the choices that the table at `path` has for the GPU that torch calls `gpu`. Raises InvalidConfigError
+        for a table that cannot be read."""
+        return cls(load_providers(path).get(gpu, {}))
 
     @property
     def need_cublaslt(self) -> bool:
@@ -102,54 +104,60 @@ class Providers:
 def load_providers(path: Path = TABLE) -> Mapping[str, Entries]:
     """Load the table: `{GPU name: {key: {bucket: choice}}}`. Empty if the file has none.
 
-    Raises InvalidConfigError, which names the entry, for what is no object of JSON, for a bucket, provider or field
+    Raises InvalidConfigError, which names the entry, as `read_table` does. And for a weight, bucket, provider or field
     that does not exist, for our kernel with more than 128 rows, and for an algorithm that is missing or is no
     cuBLASLt's.
     """
+    return checked_providers(path)
+
+
+def checked_providers(path: Path) -> dict[str, Entries]:
+    """`load_providers` that reads the file each time."""
     where = f"{path.name}: many_rows"
-    try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidConfigError(f"{path}: is not JSON ({error}); run specrs tune again, or remove the file") from error
     made: dict[str, Entries] = {}
-    for gpu, of_gpu in _object(where, _object(path.name, whole).get("many_rows", {})).items():
+    for gpu, of_gpu in object_of(where, read_table(path).get("many_rows", {})).items():
         made[gpu] = {
-            key: dict(_read(f"{where}.{gpu}.{key}", *each) for each in _object(f"{where}.{gpu}.{key}", of_key).items())
-            for key, of_key in _object(f"{where}.{gpu}", of_gpu).items()
+            key: _of_weight(f"{where}.{gpu}.{key}", key, of_key)
+            for key, of_key in object_of(f"{where}.{gpu}", of_gpu).items()
         }
     return made
 
 
-def _object(where: str, value: Any) -> dict[str, Any]:
-    """Return `value`, which must be an object of JSON."""
-    if not isinstance(value, dict):
-        raise _wrong(where, value, "must be an object")
-    return value
+def _of_weight(where: str, key: str, entries: Any) -> dict[int, Choice]:
+    """Return the choices of one weight by bucket."""
+    if not WEIGHT_KEY.fullmatch(key):
+        raise wrong_entry(where, key, "must be a dense weight such as n4096-k2048-bfloat16")
+    made = dict(_read(where, *each) for each in object_of(where, entries).items())
+    if key.endswith("float32") and any(choice.provider == CUBLASLT for choice in made.values()):
+        raise wrong_entry(where, CUBLASLT, "must be bfloat16 or float16")
+    return made
 
 
 def _read(where: str, rows: str, entry: Any) -> tuple[int, Choice]:
     """Return the bucket and the choice of one entry of the table."""
     where = f"{where}.{rows}"
     if rows not in {str(size) for size in BUCKETS}:
-        raise _wrong(where, rows, f"must be one of {', '.join(map(str, BUCKETS))}")
+        raise wrong_entry(where, rows, f"must be one of {', '.join(map(str, BUCKETS))}")
     if not isinstance(entry, dict) or not entry.keys() <= _FIELDS or "provider" not in entry:
-        raise _wrong(where, entry, f"must have provider and at most {', '.join(sorted(_FIELDS))}")
+        raise wrong_entry(where, entry, f"must have provider and at most {', '.join(sorted(_FIELDS))}")
     provider, version = entry["provider"], entry.get("version", 0)
     if provider not in PROVIDERS:
-        raise _wrong(f"{where}.provider", provider, f"must be one of {', '.join(PROVIDERS)}")
+        raise wrong_entry(f"{where}.provider", provider, f"must be one of {', '.join(PROVIDERS)}")
     if provider == OWN and int(rows) not in OWN_BUCKETS:
-        raise _wrong(f"{where}.provider", provider, f"must be {CUBLAS} or {CUBLASLT} for more than {DRAFT_ROWS} rows")
+        allowed = f"must be {CUBLAS} or {CUBLASLT} for more than {DRAFT_ROWS} rows"
+        raise wrong_entry(f"{where}.provider", provider, allowed)
+    if (entry.keys() == _FIELDS) != (provider == CUBLASLT) or (provider != CUBLASLT and len(entry) > 1):
+        raise wrong_entry(where, entry, f"must have algorithm and version for {CUBLASLT}, and for it alone")
+    if type(version) is not int or version < (provider == CUBLASLT):
+        raise wrong_entry(f"{where}.version", version, "must be the integer that cuBLASLt reports as its version")
     try:
         algorithm = bytes.fromhex(entry.get("algorithm", ""))
-    except (TypeError, ValueError, binascii.Error):
-        raise _wrong(f"{where}.algorithm", entry["algorithm"], "must be hexadecimal digits") from None
-    if type(version) is not int or bool(algorithm) != (provider == CUBLASLT) or bool(version) != bool(algorithm):
-        raise _wrong(where, entry, f"must have algorithm and version, an integer, for {CUBLASLT} and for it alone")
+    except (TypeError, ValueError):
+        raise wrong_entry(f"{where}.algorithm", entry["algorithm"], "must be hexadecimal digits") from None
+    if provider == CUBLASLT and len(algorithm) != ALGORITHM_BYTES:
+        allowed = f"must be {ALGORITHM_BYTES} bytes, not {len(algorithm)}"
+        raise wrong_entry(f"{where}.algorithm", entry["algorithm"], allowed)
     return int(rows), Choice(provider, algorithm, version)
-
-
-def _wrong(where: str, value: object, allowed: str) -> InvalidConfigError:
-    return invalid_config(where, value, f"{allowed}; run specrs tune again, or remove the entry")
 
 
 def write_providers(path: Path, gpu: str, chosen: Mapping[LinearShape, Mapping[int, Choice]]) -> None:
