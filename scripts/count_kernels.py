@@ -1,8 +1,10 @@
-"""Count the kernels of passes and iterations of Qwen3-32B with Qwen3-1.7B on a GPU, without one: docs/gpu.md's tables.
+"""Count the kernels of passes and iterations of Qwen3-32B with Qwen3-1.7B on a GPU, without one: docs/gpu.md's tables,
+and what a table of products could gain, in docs/benchmarks.md.
 
-    python scripts/count_kernels.py           print them
-    python scripts/count_kernels.py --write   write them into docs/gpu.md
-    python scripts/count_kernels.py --start   print how many kernels the start compiles
+    python scripts/count_kernels.py                   print them
+    python scripts/count_kernels.py --write           write them into the pages
+    python scripts/count_kernels.py --products FILE   print them for an engine with this table of products
+    python scripts/count_kernels.py --start           print how many kernels the start compiles
 
 Kernels are counted as they are launched, an op of cuBLAS or torch as one. Measures no time.
 """
@@ -13,8 +15,9 @@ import argparse
 import re
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +28,23 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/gpu.md"
 BEGIN, END = "<!-- scripts/count_kernels.py -->\n", "<!-- end -->\n"
 BEGIN_ASKING = "<!-- scripts/count_kernels.py: requests that ask -->\n"
+BENCHMARKS = ROOT / "docs/benchmarks.md"
+BEGIN_GAINS = "<!-- scripts/count_kernels.py: a table of products -->\n"
+FASTER_TFLOPS = 700.0
+"""Rate of products of many rows that the table of gains assumes next to today's."""
 sys.path.insert(0, str(ROOT / "tests"))
+
+
+@contextmanager
+def with_products(path: Path | None) -> Iterator[None]:
+    """Give engines the table of products at `path` in the context; None: the package's."""
+    from specrs.backends.cuda.providers import Providers
+    from specrs.kernels.cuda.configs import TABLE
+
+    of = Providers.of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Providers, "of", lambda gpu, given=path or TABLE: of(gpu, given))
+        yield
 
 
 def counts() -> dict[str, tuple[int, int]]:
@@ -59,6 +78,7 @@ def counts() -> dict[str, tuple[int, int]]:
         add("target pass, batch 1, K = 0", verify(1, 1))
         add("target pass, batch 1, K = 5", verify(1, k + 1))
         add("target pass, batch 64, K = 0", verify(64, 1))
+        add("target pass, batch 64, K = 1", verify(64, 2))
         add("target pass, batch 64, K = 5", verify(64, k + 1))
         add("iteration, batch 1, K = 0", lambda logits_mode: iteration.run(ctx, Shape(1, 0, 1, logits_mode), sequences))
         add(
@@ -213,6 +233,49 @@ def asking_table(found: list[Asking], chained: Asking) -> str:
     return "\n".join([*head, "| --- | --- | --- | --- | --- |", *rows]) + "\n"
 
 
+def write_own(path: Path) -> None:
+    """Write a table of products to `path` that names our kernel for every product of Qwen3-32B on an H200."""
+    import torch
+    from kernel_launches import H200, reference_configs
+    from specrs.backends.cuda.providers import OWN, OWN_BUCKETS, Choice, write_providers
+    from specrs.backends.cuda.workspace import linear_shapes
+    from specrs.models.loader import load_config
+
+    target, _ = reference_configs(path.parent)
+    shapes = linear_shapes(load_config(target), torch.bfloat16).values()
+    write_providers(path, H200.name, {shape: dict.fromkeys(OWN_BUCKETS, Choice(OWN)) for shape in shapes})
+
+
+def gains_table(context: int = 250) -> str:
+    """Return what a table of products could gain in passes of Qwen3-32B on an H200, by the roofline, as the table in
+    docs/benchmarks.md."""
+    from kernel_launches import reference_configs
+    from specrs.forecast.gpus import COMPUTE_SHARE, GPUS
+    from specrs.forecast.roofline import model_pass
+    from specrs.models.loader import load_config
+
+    today = GPUS["H200"]
+    faster = replace(today, bf16_tflops=FASTER_TFLOPS / COMPUTE_SHARE)
+    lines = [
+        f"| requests, K (rows) | today | kernels, moved | fused to 128 rows | kernels, moved | {FASTER_TFLOPS:.0f} "
+        "TFLOP/s | both |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        target, own = load_config(reference_configs(Path(folder))[0]), Path(folder) / "own.json"
+        write_own(own)
+        tuned = replace(today, products=own)
+        for batch, k in ((16, 5), (64, 1), (128, 0), (64, 2), (128, 1), (64, 5)):
+            plain, fused = (model_pass(target, gpu, batch, k + 1, context) for gpu in (today, tuned))
+            same = fused == plain
+            cells = [f"{plain.ms(today):.1f} ms", f"{plain.kernels:,}, {plain.bytes / 1e9:.1f} GB"]
+            cells.append("the same" if same else f"{fused.ms(today):.1f} ms")
+            cells.append("the same" if same else f"{fused.kernels:,}, {fused.bytes / 1e9:.1f} GB")
+            cells += [f"{each.ms(faster):.1f} ms" for each in (plain, fused)]
+            lines.append(f"| {batch}, {k} ({plain.rows}) | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
     """Return the number of kernels compiled for graphs, and how many more for graphs with chunks after verification and
     for launches outside graphs, at K = 5."""
@@ -256,25 +319,32 @@ def page_with(text: str, page: str, begin: str = BEGIN) -> str:
     """Return `page` with its table replaced by `text`. The table begins with `begin`."""
     whole = f"{begin}\n{text}\n{END}"
     changed, count = re.subn(re.escape(begin) + ".*?" + re.escape(END), lambda _: whole, page, flags=re.DOTALL)
-    assert count == 1, f"{PAGE.name} has {count} places for the table"
+    assert count == 1, f"the page has {count} places for the table"
     return changed
 
 
 def main() -> None:
     """Print the tables, or write them into the pages that have them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="write docs/gpu.md and docs/benchmarks.md")
+    parser.add_argument("--products", type=Path, help="table of products of the engine; default: the package's")
     parser.add_argument("--start", action="store_true", help="print what the start compiles instead: a minute")
     arguments = parser.parse_args()
     if arguments.start:
         found = compiled_at_start()
         print(*(f"{kind}: {count}" for kind, count in found), f"all: {sum(n for _, n in found)}", sep="\n")
         return
-    text, of_asking = table(counts()), asking_table(*asking())
+    if arguments.products is not None:
+        with with_products(arguments.products):
+            print(table(counts()), end="")
+        return
+    text, of_asking, gains = table(counts()), asking_table(*asking()), gains_table()
     if arguments.write:
         page = page_with(text, PAGE.read_text(encoding="utf-8"))
         PAGE.write_text(page_with(of_asking, page, BEGIN_ASKING), encoding="utf-8")
-    print(text, of_asking, sep="\n", end="")
+        page = page_with(gains, BENCHMARKS.read_text(encoding="utf-8"), BEGIN_GAINS)
+        BENCHMARKS.write_text(page, encoding="utf-8")
+    print(text, of_asking, gains, sep="\n", end="")
 
 
 if __name__ == "__main__":

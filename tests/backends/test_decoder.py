@@ -11,8 +11,9 @@ from kernels.cuda.tolerance import assert_argmax, assert_same_product
 from models.cuda_models import FAMILIES, LENGTH, compare, load, on_device, span
 from models.harness import Feeder
 from specrs.backends.cuda.decoder import CudaDecoder
+from specrs.backends.cuda.providers import Providers
 from specrs.backends.cuda.stream import FusedStream, stream_of
-from specrs.backends.cuda.workspace import Workspace, fuses_draft
+from specrs.backends.cuda.workspace import Workspace, max_fused_rows
 from specrs.kernels.coding import Coding
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.device import DeviceLimits
@@ -86,7 +87,8 @@ def test_which_drafts_fuse_more_rows(folder: Path) -> None:
     def fuses(capability: int = 90, hidden: int = 2048, **fields: Any) -> bool:
         shape = LinearShape(**({"n": 64, "k": hidden, "dtype": torch.bfloat16} | fields))
         limits = DeviceLimits("", capability, 132, 227 * 1024)
-        return fuses_draft(dataclasses.replace(config, hidden_size=hidden), {"o": [shape]}, limits)
+        draft = dataclasses.replace(config, hidden_size=hidden)
+        return max_fused_rows(draft, {"o": [shape]}, limits, Providers(), is_draft=True) == 128
 
     assert fuses()
     assert fuses(100)

@@ -1,5 +1,6 @@
 """The number of kernels that passes launch, against the table of docs/gpu.md and the roofline calculator."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from module_files import load_file
 from specrs.backends.cuda import drafting, iteration
 from specrs.backends.cuda.context import sequences_of
 from specrs.backends.cuda.graphs import tasks
+from specrs.backends.cuda.providers import OWN, OWN_BUCKETS, Choice, write_providers
 from specrs.backends.cuda.shapes import Buckets, LogitsMode, MergedShape, Shape, batch_buckets
+from specrs.backends.cuda.workspace import linear_shapes
 from specrs.forecast.roofline import Roofline, gpu_of
 from specrs.kernels.kv_codes import FRACTIONS
 from specrs.models.loader import load_config
@@ -34,6 +37,7 @@ def test_the_page_has_the_kernels_that_are_launched(script: ModuleType, tmp_path
     assert script.page_with(script.table(found), page) == page, "scripts/count_kernels.py --write"
     roofline = Roofline(gpu_of("H200"), *map(load_config, reference_configs(tmp_path)))
     greedy = {name: numbers[0] for name, numbers in found.items()}
+    assert roofline.target_pass(64, 1).kernels == greedy["target pass, batch 64, K = 1"]
     for batch in (1, 64):
         assert roofline.draft_pass(batch).kernels == greedy[f"draft pass, batch {batch}"]
         for k in (0, 5):
@@ -113,6 +117,37 @@ def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
             looked_up = i == 1 and family == "mistral"  # where a row's draft KV begins
             found = -looked_up + count(lambda i=i: drafting.draft_pass(ctx, i, 40, LogitsMode.GREEDY))  # type: ignore[misc]
             assert roofline.draft_pass(40, rows).kernels == found, rows
+
+
+@pytest.mark.parametrize(
+    ("family", "left", "fused"),
+    [("qwen3", None, True), ("qwen3", "lm_head", False), ("qwen3_moe", None, False), ("olmo2", None, False)],
+)
+def test_the_calculator_and_the_engine_read_the_same_table_of_products(
+    family: str, left: str | None, fused: bool, script: ModuleType, tmp_path: Path
+) -> None:
+    """Check that the calculator launches what the engine launches if a table names our kernel for all products, or for
+    all but one. Only a table for all of them fuses passes of 65 to 128 rows."""
+    shape = {"layers": 3, "hidden": 64, "kv_heads": 2, "head_dim": 64, "vocab": 97}
+    target, table = make_checkpoint(tmp_path, family, **shape), tmp_path / "configs.json"  # type: ignore[arg-type]
+    config = load_config(target)
+    for name, product in linear_shapes(config, torch.bfloat16).items():
+        if name != left:
+            write_providers(table, "NVIDIA H200", {product: dict.fromkeys(OWN_BUCKETS, Choice(OWN))})
+    gpus = gpu_of("H200"), dataclasses.replace(gpu_of("H200"), products=table)
+    plain, chosen = (Roofline(gpu, config, context=128) for gpu in gpus)
+    with script.with_products(table), fake_context(target, target, 4, max_num_seqs=48, max_model_len=128) as ctx:
+        for batch, k in ((16, 3), (13, 4), (32, 3), (43, 2)):
+            with Recorder() as recorder:
+                iteration.verify_pass(ctx, batch, batch * (k + 1), k + 1, greedy=True)
+            found, rows = len(recorder.kernels), batch * (k + 1)
+            assert chosen.target_pass(batch, k).kernels == found
+            assert (plain.target_pass(batch, k).kernels > found) == (fused and 64 < rows <= 128), rows
+
+
+def test_the_page_has_what_a_table_of_products_could_gain(script: ModuleType) -> None:
+    page, text = script.BENCHMARKS.read_text(), script.gains_table()
+    assert script.page_with(text, page, script.BEGIN_GAINS) == page, "scripts/count_kernels.py --write"
 
 
 @pytest.mark.parametrize(

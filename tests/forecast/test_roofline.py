@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from kernel_launches import reference_configs
 from models.published_configs import PUBLISHED
 from safetensors.torch import load_file
+from specrs.backends.cuda.providers import OWN, OWN_BUCKETS, Choice, write_providers
+from specrs.backends.cuda.workspace import linear_shapes
 from specrs.bench.results import read
 from specrs.cli import main
 from specrs.errors import InvalidConfigError
@@ -203,3 +206,28 @@ def test_the_command(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.
     assert (tmp_path / "out.png").stat().st_size > 1000
     assert main(["forecast", "--roofline", "dgx_spark", "--acceptance-rates", "0.8,0.6", "--batch", "1"]) == 0
     assert "DGX Spark, batch 1" in capsys.readouterr().out
+
+
+def test_the_command_reads_a_table_of_products(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check that a table for this GPU changes the passes that it fuses, and that a table without this GPU is an
+    error."""
+    table, numbers = tmp_path / "configs.json", tmp_path / "out.json"
+    shapes = linear_shapes(load_config(folders[0]), torch.bfloat16).values()
+    write_providers(table, "NVIDIA H200", {shape: dict.fromkeys(OWN_BUCKETS, Choice(OWN)) for shape in shapes})
+    models = ["--model", str(folders[0]), "--draft-model", str(folders[1]), "--acceptance-rates", "0.8"]
+    given = ["forecast", *models, "--batch", "1,64", "--json", str(numbers), "--roofline"]
+    kernels = []
+    for more in ([], ["--products", str(table)]):
+        assert main([*given, "H200", *more]) == 0
+        passes = json.loads(numbers.read_text())["passes"]
+        kernels.append({(one["batch"], one["pass"]): one["kernels"] for one in passes})
+    plain, chosen = kernels
+    assert {key for key in plain if chosen[key] != plain[key]} == {(64, "target verifying K = 1")}
+    assert (plain[64, "target verifying K = 1"], chosen[64, "target verifying K = 1"]) == (581, 388)
+    capsys.readouterr()
+    assert main([*given, "H100", "--products", str(table)]) == 2
+    assert "must have entries for NVIDIA H100 80GB HBM3" in capsys.readouterr().err
+    assert main([*given, "H200", "--products", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err

@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 MEMORY_SHARE = 0.887
 """Share of the published bandwidth that a copy reaches: 4.26 of 4.8 TB/s on an H200."""
@@ -36,6 +37,10 @@ class Gpu:
     num_sms: int
     shared_kib: int
     """Maximum shared memory of one thread block, in KiB."""
+    torch_name: str
+    """torch's name of the device, by which the table of products has entries."""
+    products: Path | None = None
+    """Table of products of an engine on this GPU, as `specrs tune` writes it. None: the package's."""
 
     @property
     def bytes_per_us(self) -> float:
@@ -51,11 +56,11 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H100", 3.35, 989.0, 80.0, 90, 132, 227),
-        Gpu("H200", 4.8, 989.0, 141.0, 90, 132, 227),
-        Gpu("B200", 8.0, 2250.0, 180.0, 100, 148, 227),
-        Gpu("RTX 4090", 1.008, 165.2, 24.0, 89, 128, 99),
-        Gpu("DGX Spark", 0.273, 125.0, 128.0, 121, 48, 99),
+        Gpu("H100", 3.35, 989.0, 80.0, 90, 132, 227, "NVIDIA H100 80GB HBM3"),
+        Gpu("H200", 4.8, 989.0, 141.0, 90, 132, 227, "NVIDIA H200"),
+        Gpu("B200", 8.0, 2250.0, 180.0, 100, 148, 227, "NVIDIA B200"),
+        Gpu("RTX 4090", 1.008, 165.2, 24.0, 89, 128, 99, "NVIDIA GeForce RTX 4090"),
+        Gpu("DGX Spark", 0.273, 125.0, 128.0, 121, 48, 99, "NVIDIA GB10"),
     )
 }
 """GPUs by name. H100 is the SXM5 with 80 GB. A DGX Spark shares its memory with the CPU."""

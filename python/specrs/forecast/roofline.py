@@ -20,6 +20,7 @@ from specrs.model_values import CACHE_DTYPE
 if TYPE_CHECKING:
     import torch
 
+    from specrs.backends.cuda.providers import Providers
     from specrs.kernels.cuda.device import DeviceLimits
     from specrs.models.config import ModelConfig
 
@@ -34,9 +35,9 @@ WEIGHT_BITS: Mapping[str | None, float] = {
 }
 """Bits per weight by quantization, with a GPU's scales: fp32 numbers for groups of 128 inputs in INT4 and of 32 in Q8_0
 and Q4_0. Q4_K has 20 bytes per 256 inputs."""
-_FEW, _FEW_OF_DRAFT, _CODED, _MLP, _LOGITS = 64, 128, 256, 2048, 256
-"""Maximum number of rows: for fused products (`_FEW`, of a draft `_FEW_OF_DRAFT`), for quantized weights that are read
-in place (`_CODED`), for one run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
+_FEW, _CODED, _MLP, _LOGITS = 64, 256, 2048, 256
+"""Maximum number of rows: for fused products of any model (`_FEW`), for quantized weights that are read in place
+(`_CODED`), for one run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
 _ALL_ROWS = 1 << 20
 """Number of rows so large that together they choose every expert."""
 FIRST_PASS_ROWS = 2
@@ -114,13 +115,18 @@ def model_pass(
     `quantization`: of projections and experts, one of `WEIGHT_BITS`. Embedding, LM head and router stay bf16, as on a
     GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. `is_draft`: the last row of each request has
     logits, not every row; fused products serve more rows, and, above 64 rows, FP8 weights are multiplied with rows
-    rounded to FP8. Raises `InvalidConfigError` for an unknown quantization or dtype.
+    rounded to FP8.
+    Raises `InvalidConfigError` for an unknown quantization or dtype, and for a table of products that cannot be read.
     """
+    from specrs.backends.cuda.providers import Providers
+    from specrs.kernels.cuda.configs import TABLE
+
     if quantization not in WEIGHT_BITS:
         names = ", ".join(name for name in WEIGHT_BITS if name)
         raise invalid_config("quantization", quantization, f"must be one of {names}, or left out")
     heads, cached = batch * (1 if is_draft else rows), cache_dtype(kv_cache_dtype)
-    layers = _Layers(config, gpu, batch, rows, context, quantization, heads, cached, is_draft)
+    providers = Providers.of(gpu.torch_name, gpu.products or TABLE)
+    layers = _Layers(config, gpu, batch, rows, context, quantization, heads, cached, is_draft, providers)
     return Pass(batch * rows, layers.work())
 
 
@@ -250,6 +256,7 @@ class _Layers:
     """Number of rows that have logits."""
     cache_dtype: torch.dtype
     is_draft: bool
+    providers: Providers
 
     @property
     def rows(self) -> int:
@@ -257,15 +264,15 @@ class _Layers:
 
     @property
     def few(self) -> int:
-        """Maximum number of rows for fused products."""
+        """Maximum number of rows for fused products, by the rule of the engine."""
         import torch
 
-        from specrs.backends.cuda.workspace import fuses_draft, linear_shapes
+        from specrs.backends.cuda.workspace import layer_shapes, max_fused_rows
 
-        if not self.is_draft or self.quantization is not None:
+        if self.quantization is not None:
             return _FEW
-        shapes = {name: [shape] for name, shape in linear_shapes(self.c, torch.bfloat16).items()}
-        return _FEW_OF_DRAFT if fuses_draft(self.c, shapes, self._limits()) else _FEW
+        shapes = layer_shapes(self.c, torch.bfloat16)
+        return max_fused_rows(self.c, shapes, self._limits(), self.providers, is_draft=self.is_draft)
 
     @property
     def rounds_rows(self) -> bool:
@@ -360,7 +367,7 @@ class _Layers:
         from specrs.kernels.cuda.device import DeviceLimits
 
         gpu = self.gpu
-        return DeviceLimits(gpu.name, gpu.capability, gpu.num_sms, gpu.shared_kib * 1024)
+        return DeviceLimits(gpu.torch_name, gpu.capability, gpu.num_sms, gpu.shared_kib * 1024)
 
     def _fuses_heads(self) -> bool:
         """Return True if the product of few rows also norms, rotates and caches attention heads."""

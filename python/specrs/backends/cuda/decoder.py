@@ -27,11 +27,10 @@ from specrs.backends.cuda.products import product, stored, write_argmax, write_l
 from specrs.backends.cuda.stream import Stream, stream_of
 from specrs.backends.cuda.workspace import (
     Workspace,
-    can_fuse_more,
-    fuses_draft,
     layer_shapes,
     layer_sizes,
     logits_rows,
+    max_fused_rows,
     rotations,
 )
 from specrs.errors import UnsupportedModelError, invalid
@@ -145,17 +144,17 @@ class CudaDecoder(TorchFacts):
     def for_draft(self) -> CudaDecoder:
         """Return the decoder with buffers for fused passes of up to 128 rows, if a draft model like this may have them;
         otherwise `self`."""
-        shapes, ws = _shapes_of(self.weights), self.workspace
-        if ws.fuses_more or self.ranks is not None or not fuses_draft(self.config, shapes, ws.limits):
-            return self
-        return dataclasses.replace(self, workspace=ws.fusing_more(self.config, shapes))
+        return self._fusing_more(is_draft=True)
 
     def with_own_products(self) -> CudaDecoder:
         """Return the decoder with buffers for fused passes of up to 128 rows, if the table of products names our kernel
         for all of its products with so many rows; otherwise `self`."""
+        return self._fusing_more(is_draft=False)
+
+    def _fusing_more(self, *, is_draft: bool) -> CudaDecoder:
         shapes, ws = _shapes_of(self.weights), self.workspace
-        own = ws.providers.are_own(shape for every in shapes.values() for shape in every)
-        if self.ranks is not None or not own or not can_fuse_more(self.config, shapes, ws.limits):
+        rows = max_fused_rows(self.config, shapes, ws.limits, ws.providers, is_draft=is_draft)
+        if ws.fuses_more or self.ranks is not None or rows == MAX_ROWS:
             return self
         return dataclasses.replace(self, workspace=ws.fusing_more(self.config, shapes))
 

@@ -71,16 +71,28 @@ def fused_heads(config: ModelConfig, dtype: torch.dtype, limits: DeviceLimits) -
     return dim if dim in WIDTHS and dtype != torch.float32 else 0
 
 
-def fuses_draft(config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]], limits: DeviceLimits) -> bool:
-    """Return whether passes of a draft model with up to `DRAFT_ROWS` rows use our fused products: `can_fuse_more`, and
-    a stream of at most 2,048 features. With wider streams cuBLAS may be faster, which the table of products says."""
+def max_fused_rows(
+    config: ModelConfig,
+    shapes: Mapping[str, Sequence[LinearShape]],
+    limits: DeviceLimits,
+    providers: Providers,
+    *,
+    is_draft: bool = False,
+) -> int:
+    """Return the maximum number of rows of a pass of our fused products alone: `DRAFT_ROWS` or `MAX_ROWS`. For one rank
+    without LoRA adapters.
+
+    `DRAFT_ROWS` if `providers` name our kernel for each of the products `shapes`, or without a table for a draft model
+    with a stream of at most 2,048 features. With wider streams cuBLAS may be faster. Tiles of that many rows need
+    16-bit numbers and the shared memory of sm_90 or sm_100.
+    """
     small = not limits.capability or config.hidden_size <= _DRAFT_FEATURES
-    return small and can_fuse_more(config, shapes, limits)
+    chosen = (is_draft and small) or providers.are_own(shape for every in shapes.values() for shape in every)
+    return DRAFT_ROWS if chosen and _can_fuse_more(config, shapes, limits) else MAX_ROWS
 
 
-def can_fuse_more(config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]], limits: DeviceLimits) -> bool:
-    """Return whether our fused products serve passes of up to `DRAFT_ROWS` rows of a model. Tiles of that many rows
-    need 16-bit numbers and the shared memory of sm_90 or sm_100."""
+def _can_fuse_more(config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]], limits: DeviceLimits) -> bool:
+    """Return whether our fused products serve passes of up to `DRAFT_ROWS` rows of a model."""
     every = [shape for kinds in shapes.values() for shape in kinds]
     if config.experts is not None or config.norms != "before" or any(shape.coding is not None for shape in every):
         return False
@@ -408,8 +420,8 @@ class Workspace:
         )
 
     def fusing_more(self, config: ModelConfig, shapes: Mapping[str, Sequence[LinearShape]]) -> Workspace:
-        """Return the workspace with buffers for fused products of up to `DRAFT_ROWS` rows, for which `can_fuse_more` is
-        True."""
+        """Return the workspace with buffers for fused products of up to `DRAFT_ROWS` rows, where `max_fused_rows`
+        returns that many."""
         configs, partials, counters = dict(self.configs), self.partials.numel(), self.counters.numel()
         for name, shape in ((name, shape) for name, every in shapes.items() for shape in every):
             cut = linear_config(shape, DRAFT_ROWS, self.limits)

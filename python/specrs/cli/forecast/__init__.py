@@ -30,7 +30,7 @@ _USES = {
     "--itl": {"itl", *_GIVEN},
     "--roofline": {
         "roofline", "model", "draft_model", "batch", "context", "quantization", "draft_quantization",
-        "draft_vocab_size", "kv_cache_dtype", "acceptance_lengths", "acceptance_rates",
+        "draft_vocab_size", "kv_cache_dtype", "products", "acceptance_lengths", "acceptance_rates",
     },
     "--target-ms": {"target_ms", "draft_ms", "observed_tpot", "model", *_GIVEN},
 }  # fmt: skip
@@ -95,6 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     computed.add_argument("--draft-vocab-size", type=int, metavar="N", help="ids that the draft drafts; default: all")
     computed.add_argument(
         "--kv-cache-dtype", choices=_CACHED, default="auto", help="type of the KV cache; default: auto, bf16"
+    )
+    computed.add_argument(
+        "--products",
+        type=Path,
+        metavar="FILE",
+        help="table of products that specrs tune wrote for this GPU; default: the one in the package",
     )
     measured = parser.add_argument_group("measured here")
     measured.add_argument("--measure", action="store_true", help="each model alone and inside speculation, batch 1")

@@ -4,6 +4,7 @@ Measures nothing."""
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specrs.backends.cuda.device import require_packages
@@ -20,6 +21,7 @@ _LONGEST_CONTEXT = 1 << 24
 def run(arguments: argparse.Namespace) -> None:
     """Print, draw and write the forecast. Raises `InvalidConfigError` for an option that is missing or wrong."""
     require_packages("specrs forecast --roofline")
+    from specrs.backends.cuda.providers import Providers
     from specrs.cli.forecast.one_model import acceptance
     from specrs.forecast import forecast, lengths_beyond, lengths_up_to, report
     from specrs.forecast.roofline import Roofline, gpu_of
@@ -27,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.models.loader import load_config
     from specrs.pair import DRAFT, TARGET
 
-    gpu = gpu_of(arguments.roofline)
+    gpu = replace(gpu_of(arguments.roofline), products=arguments.products)
     if arguments.model is not None and arguments.draft_model is None:
         raise invalid_config("--draft-model", None, "must be given with --model")
     known = acceptance(arguments)
@@ -43,6 +45,12 @@ def run(arguments: argparse.Namespace) -> None:
     size = arguments.draft_vocab_size
     if size is not None:
         size = check_int(InvalidConfigError, "--draft-vocab-size", size, 1, draft.vocab_size)
+    if arguments.products is not None and not Providers.of(gpu.torch_name, arguments.products).entries:
+        raise invalid_config(
+            "--products",
+            str(arguments.products),
+            f"must have entries for {gpu.torch_name} in many_rows; run specrs tune there, or leave it out",
+        )
     roofline = Roofline(
         gpu,
         target,
