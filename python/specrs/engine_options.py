@@ -275,6 +275,7 @@ class EngineOptions:
         Integer(1, 1024),
         "processes that compute the target together",
         short="-tp",
+        commands=("serve", "bench", "tune"),
         details="Each rank has its part of the weights and of the KV cache ([scaling](scaling.md)). The engine starts "
         "the ranks if torchrun has not. On GPUs, each rank has its own. On a CPU, torch computes the target's passes.",
     )

@@ -7,16 +7,26 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from backends.test_trace import fake_decoder
+from checkpoints import make_checkpoint
+from specrs.backends.cuda.decoder import _shapes_of
+from specrs.backends.cuda.experts import expert_shapes
 from specrs.backends.cuda.providers import DEFAULT, OWN, Choice, load_providers
 from specrs.cli import main
-from specrs.cli.tune import tune_many
+from specrs.cli.tune import rank_shapes, tune_many
+from specrs.errors import UnsupportedModelError
 from specrs.kernels.cuda.compile_ahead import compile_ahead
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, load_table
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.tuning import Trial, trials, tune, write_table
+from specrs.models.loader import load_config
+from specrs.parallel.ranks import Ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 H200 = DeviceLimits("NVIDIA H200", 90, 132, 227 * 1024)
@@ -126,3 +136,50 @@ def test_products_of_many_rows_are_written_with_who_is_fastest(
     said = capsys.readouterr().out
     assert said.startswith("cuBLASLt is not timed; pip install 'specrs[cublaslt]'")
     assert "n4096-k2048-bfloat16                96 rows: cublas 2.0 us, own 1.0 us: own" in said
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_shapes_of_ranks_are_those_that_an_engine_looks_up(family: str, ranks: int, tmp_path: Path) -> None:
+    """Check that with several ranks the products of a rank's part are tuned, with the LM head's rows. An engine looks
+    up no other. 4 ranks share 2 KV heads, and their vocabulary is padded."""
+    shape = {"layers": 2, "hidden": 64, "intermediate": 128, "kv_heads": 2, "group": 2, "head_dim": 64, "vocab": 97}
+    config = load_config(make_checkpoint(tmp_path, family, **shape))  # type: ignore[arg-type]
+    tuned = rank_shapes(config, torch.bfloat16, torch.device("cuda"), ranks)
+    rank = cast("Ranks", SimpleNamespace(rank=ranks - 1, size=ranks))
+    with FakeTensorMode():
+        weights = fake_decoder(tmp_path, torch.bfloat16, ranks=None if ranks == 1 else rank).weights
+        looked_up = {shape.key for every in _shapes_of(weights).values() for shape in every}
+    looked_up |= {shape.key for shape in expert_shapes(weights.config, torch.bfloat16).values()}
+    assert {shape.key for shape in tuned} == looked_up
+    assert f"n{-(-97 // ranks)}-k64-bfloat16" in looked_up
+
+
+def test_models_that_ranks_cannot_share_are_not_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["tune", "--model", str(make_checkpoint(tmp_path / "qwen3")), "--output", str(tmp_path / "configs.json")]
+    assert main([*given, "--tensor-parallel-size", "0"]) == 2
+    assert "tensor_parallel_size=0: must be an integer from 1 to 1024" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("specrs.kernels.cuda.device.limits_of", lambda device: H200)
+    assert main([*given, "-tp", "3"]) == 2
+    assert "tensor_parallel_size=3: " in capsys.readouterr().err
+    olmo = load_config(make_checkpoint(tmp_path / "olmo2", "olmo2"))
+    with pytest.raises(UnsupportedModelError, match=r"tensor_parallel_size=2: .*norms over the query"):
+        rank_shapes(olmo, torch.bfloat16, torch.device("cuda"), 2)
+
+
+def test_the_command_tunes_the_shapes_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("specrs.kernels.cuda.device.limits_of", lambda device: H200)
+    monkeypatch.setattr("specrs.backends.cuda.workspace.limits_of", lambda device: H200)
+    monkeypatch.setattr("specrs.cli.tune.tune_many", lambda shapes, output: seen.append(set(shapes)))
+    shape = {"layers": 1, "hidden": 64, "kv_heads": 2, "group": 2, "head_dim": 64, "intermediate": 128}
+    model = make_checkpoint(tmp_path, **shape)  # type: ignore[arg-type]
+    for more in ([], ["--tensor-parallel-size", "2"]):
+        assert main(["tune", "--model", str(model), "--only", "many", "--dtype", "bfloat16", *more]) == 0
+    whole, half = seen
+    assert "n128-k64-bfloat16-gated" in whole - half
+    assert "n64-k64-bfloat16-gated" in half - whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,10 @@ from specrs.errors import InvalidConfigError, check_int, invalid_config
 from specrs.options import one_of
 
 if TYPE_CHECKING:
+    import torch
+
     from specrs.kernels.cuda.configs import LinearShape
+    from specrs.models.config import ModelConfig
 
 _DTYPES = tuple(name for name in DTYPES if name != "float64")
 """Dtypes in which a GPU computes."""
@@ -25,7 +29,8 @@ DESCRIPTION = (
     "Time the matrix products of one or more models on this machine's CUDA device, experts included. Write the "
     "fastest configurations into a table, and for products of 65 to 2,048 rows the fastest of cuBLAS, cuBLASLt (with "
     "the extra `cublaslt`) and our kernel. An engine reads the table when it starts; without an entry for its GPU "
-    "and shape it takes safe defaults. Of a model, only config.json is needed."
+    "and shape it takes safe defaults. With --tensor-parallel-size the shapes are those of one rank. Of a model, only "
+    "config.json is needed."
 )
 
 
@@ -48,6 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Time the configurations and write the table. Raises `SpecrsError` if there is no GPU that can run them, or a file
     cannot be written."""
     rows = check_int(InvalidConfigError, "rows", arguments.rows, 1, 64)
+    size = arguments.tensor_parallel_size
+    ranks = 1 if size is None else check_int(InvalidConfigError, "tensor_parallel_size", size, 1, 1024)
     jobs = None if arguments.jobs is None else check_int(InvalidConfigError, "jobs", arguments.jobs, 1, 1024)
     require_packages("specrs tune")
     import torch
@@ -55,13 +62,12 @@ def run(arguments: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise invalid_config("device", KIND, "specrs tune times kernels on a CUDA device, and torch finds none here")
 
-    from specrs.backends.cuda.experts import expert_shapes
     from specrs.backends.cuda.providers import checked_providers
-    from specrs.backends.cuda.workspace import layer_shapes
     from specrs.kernels.cuda.configs import TABLE
     from specrs.kernels.cuda.device import limits_of
     from specrs.models.errors import without_states
     from specrs.models.loader import load_config, resolve_dtype
+    from specrs.models.shards import check_divides
     from specrs.models.torch_arrays import TORCH_DTYPES
 
     device = torch.device(KIND)
@@ -71,9 +77,8 @@ def run(arguments: argparse.Namespace) -> None:
         config = load_config(source, revision=arguments.revision)
         without_states(config, "on a GPU")
         dtype = TORCH_DTYPES[resolve_dtype(arguments.dtype, config, CUDA_DTYPES)]
-        dense = chain.from_iterable(layer_shapes(config, dtype, device).values())
-        products = *dense, *expert_shapes(config, dtype).values()
-        shapes |= {shape.key: shape for shape in products}
+        check_divides(config, source, "tensor_parallel_size", ranks)
+        shapes |= {shape.key: shape for shape in rank_shapes(config, dtype, device, ranks)}
     output = arguments.output or TABLE
     if output.exists():
         checked_providers(output)  # before minutes of timing
@@ -82,6 +87,21 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.only != "few":
         tune_many(shapes, output)
     print(f"{len(shapes)} shapes for {limits.name} in {output}")
+
+
+def rank_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> list[LinearShape]:
+    """Return the products with the part of the weights that each of `ranks` ranks holds. Raises UnsupportedModelError
+    for a model that several ranks cannot compute on GPUs."""
+    from specrs.backends.cuda.experts import expert_shapes
+    from specrs.backends.cuda.workspace import layer_shapes
+    from specrs.models.shards import Shard, check_gpu_parts
+
+    if ranks > 1:
+        check_gpu_parts(config, "tensor_parallel_size", ranks)
+    held = Shard(0, ranks).of_config(config)
+    shapes = layer_shapes(held, dtype, device)
+    shapes["lm_head"] = [replace(shape, n=-(-config.vocab_size // ranks)) for shape in shapes["lm_head"]]
+    return [*chain.from_iterable(shapes.values()), *expert_shapes(held, dtype).values()]
 
 
 def tune_few(shapes: Mapping[str, LinearShape], rows: int, jobs: int | None, output: Path) -> None:

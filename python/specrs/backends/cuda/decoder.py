@@ -383,9 +383,11 @@ def _rotary(weights: TorchWeights) -> tuple[Tensor, Tensor | None]:
 
 
 def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
-    """Return the products of `layer_shapes`, each in every coding that a layer's weight of this size has."""
+    """Return the products of `layer_shapes`, each in every coding that a layer's weight of this size has. The LM head
+    has as many outputs as this rank holds rows."""
     c = weights.config
     shapes = layer_shapes(c, weights.dtype, weights.device)
+    shapes["lm_head"] = [dataclasses.replace(shape, n=len(stored(weights.lm_head))) for shape in shapes["lm_head"]]
     attention = [layer for i, layer in enumerate(weights.layers) if not c.has_state(i)]
     nets = [layer for i, layer in enumerate(weights.layers) if c.has_state(i)]
     experts = [layer.experts for layer in weights.layers if layer.experts is not None]
