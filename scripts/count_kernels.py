@@ -5,6 +5,7 @@ and what a table of products could gain, in docs/benchmarks.md.
     python scripts/count_kernels.py --write           write them into the pages
     python scripts/count_kernels.py --products FILE   print them for an engine with this table of products
     python scripts/count_kernels.py --start           print how many kernels the start compiles
+    python scripts/count_kernels.py --graphs          print how many kernels all graphs hold, and their memory
 
 Kernels are counted as they are launched, an op of cuBLAS or torch as one. Measures no time.
 """
@@ -12,6 +13,7 @@ Kernels are counted as they are launched, an op of cuBLAS or torch as one. Measu
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import tempfile
@@ -30,6 +32,8 @@ BEGIN, END = "<!-- scripts/count_kernels.py -->\n", "<!-- end -->\n"
 BEGIN_ASKING = "<!-- scripts/count_kernels.py: requests that ask -->\n"
 BENCHMARKS = ROOT / "docs/benchmarks.md"
 BEGIN_GAINS = "<!-- scripts/count_kernels.py: a table of products -->\n"
+NODE_BYTES = 10_000
+"""Bytes of a kernel in a CUDA graph: "around 10KB per kernel node" (https://github.com/NVIDIA/cccl/pull/3768)."""
 FASTER_TFLOPS = 700.0
 """Rate of products of many rows that the table of gains assumes next to today's."""
 sys.path.insert(0, str(ROOT / "tests"))
@@ -309,6 +313,63 @@ def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
     return found
 
 
+@dataclass(frozen=True)
+class GraphTotals:
+    """Graphs of an engine with Qwen3-32B and Qwen3-1.7B."""
+
+    graphs: int
+    kernels: int
+    reserved: int
+    """Kernels for which the sizing of the KV pool leaves room: each graph counts as the first of its kind."""
+
+
+def graph_totals(max_num_seqs: int, *, every_k: bool = False) -> GraphTotals:
+    """Return the totals at K = 5. Kernels are counted with one and two layers of each model. They are linear in both
+    numbers of layers."""
+    from kernel_launches import Recorder, fake_context, reference_configs
+    from specrs.backends.cuda.context import sequences_of
+    from specrs.backends.cuda.graphs import kind, tasks
+    from specrs.backends.cuda.shapes import MERGED_CHUNKS, Buckets, batch_buckets
+    from specrs.models.loader import load_config
+
+    k, sizes = 5, {"max_chunk_rows": 2048, "max_chunks": max_num_seqs, "merges": MERGED_CHUNKS}
+    buckets = Buckets(batch_buckets(max_num_seqs), k, every_k=every_k, **sizes)
+
+    def counted(*layers: int) -> dict[Any, int]:
+        with tempfile.TemporaryDirectory() as folder:
+            models = reference_configs(Path(folder))
+            for model, count in zip(models, layers, strict=True):
+                fields = json.loads((model / "config.json").read_text())
+                (model / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": count}))
+            found = {}
+            with fake_context(*models, k, max_num_seqs=max_num_seqs) as ctx:
+                for key, run in tasks(ctx, buckets, sequences_of(ctx.record.views, "num_decode")):
+                    with Recorder() as recorder:
+                        run()
+                    found[key] = len(recorder.kernels)
+            return found
+
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = (load_config(model).num_layers for model in reference_configs(Path(folder)))
+    one, of_target, of_draft = counted(1, 1), counted(2, 1), counted(1, 2)
+    whole = {key: n + (target - 1) * (of_target[key] - n) + (draft - 1) * (of_draft[key] - n) for key, n in one.items()}
+    first: dict[Any, int] = {}
+    for key, n in whole.items():
+        first.setdefault(kind(key), n)
+    return GraphTotals(len(whole), sum(whole.values()), sum(first[kind(key)] for key in whole))
+
+
+def graphs_table(found: dict[str, GraphTotals]) -> str:
+    """Return the totals, and the memory that they are predicted to take, as the table in docs/gpu.md."""
+    head = ["| K | graphs | kernels | their memory | reserved |", "| --- | --- | --- | --- | --- |"]
+    rows = [
+        f"| {k} | {one.graphs} | {one.kernels:,} | {one.kernels * NODE_BYTES / 1e9:.1f} GB | "
+        f"{one.reserved * NODE_BYTES / 1e9:.1f} GB |"
+        for k, one in found.items()
+    ]
+    return "\n".join([*head, *rows]) + "\n"
+
+
 def table(found: dict[str, tuple[int, int]]) -> str:
     """Return the counts as the table in docs/gpu.md."""
     rows = [f"| {name} | {greedy:,} | {sampled:,} |" for name, (greedy, sampled) in found.items()]
@@ -329,7 +390,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/gpu.md and docs/benchmarks.md")
     parser.add_argument("--products", type=Path, help="table of products of the engine; default: the package's")
     parser.add_argument("--start", action="store_true", help="print what the start compiles instead: a minute")
+    parser.add_argument("--graphs", action="store_true", help="print what all graphs hold instead: minutes")
     arguments = parser.parse_args()
+    if arguments.graphs:
+        print(graphs_table({"5": graph_totals(256), "auto": graph_totals(256, every_k=True)}), end="")
+        return
     if arguments.start:
         found = compiled_at_start()
         print(*(f"{kind}: {count}" for kind, count in found), f"all: {sum(n for _, n in found)}", sep="\n")

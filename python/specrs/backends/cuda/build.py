@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import cast
 
 import torch
@@ -206,9 +207,10 @@ def make_cuda_runner(
 
 
 def _captured(ctx: Context, buckets: Buckets, decode: StepSequences, device: torch.device) -> Graphs:
-    """Capture all graphs, and log the memory that they take."""
-    before = torch.cuda.mem_get_info(device)[0]
+    """Capture all graphs, and log the memory and the time that they take."""
+    before, began = torch.cuda.mem_get_info(device)[0], time.monotonic()
     graphs = capture_all(ctx, buckets, decode, device)
     used = before - torch.cuda.mem_get_info(device)[0]
-    logger.info("%d CUDA graphs, %.1f MiB, %.0f KiB each", len(graphs), used / 2**20, used / 2**10 / len(graphs))
+    each, seconds = used / 2**10 / len(graphs), time.monotonic() - began
+    logger.info("%d CUDA graphs, %.1f MiB, %.0f KiB each, captured in %.1f s", len(graphs), used / 2**20, each, seconds)
     return graphs

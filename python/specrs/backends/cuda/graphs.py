@@ -20,6 +20,8 @@ from specrs.backends.cuda.drafting import draft_pass
 from specrs.backends.cuda.iteration import run, run_merged, verify_pass
 from specrs.backends.cuda.shapes import Buckets, MergedShape, Shape
 
+_COUNTED = 3
+"""Captures by which the memory of a graph is measured."""
 WARM_UPS = 2
 """Eager runs before the first capture. The first one compiles kernels and sets up cuBLAS, which must not happen in a
 capture. Each later capture has one such run, for the kernels of its own shape."""
@@ -131,32 +133,36 @@ def capture_all(ctx: Context, buckets: Buckets, decode: StepSequences, device: t
 
 
 def measure_bytes(ctx: Context, buckets: Buckets, decode: StepSequences, device: torch.device) -> int:
-    """Return the device memory that all graphs will take, estimated from the first and largest graph of each kind.
-    Whole iterations with another number of draft passes are another kind.
+    """Return the device memory that all graphs will take, estimated from the first graph of each `kind`, which has the
+    most kernels.
 
-    Each of these is captured twice, and the second capture counts. The first also allocates what all graphs of a kind
-    share, such as 32 MiB of cuBLAS workspace for the new stream.
+    Each of these is captured several times, and the mean counts: the driver allocates more than one graph needs at a
+    time, so a single capture may take none. The first capture does not count. It also allocates what all graphs of a
+    kind share, such as 32 MiB of cuBLAS workspace for the new stream.
     """
     graphs, work = Graphs(device), list(tasks(ctx, buckets, decode))
-    each: dict[str, int] = {}
+    each: dict[Hashable, int] = {}
     for key, function in work:
-        kind = _kind(key)
-        if kind in each:
+        if kind(key) in each:
             continue
         function()
         torch.cuda.synchronize(device)
-        for attempt in range(2):
-            before = torch.cuda.mem_get_info(device)[0]
+        free = []
+        for attempt in range(1 + _COUNTED):
             graphs.capture((key, attempt), function)
             graphs.replay((key, attempt))  # the driver uploads a graph at its first replay
             torch.cuda.synchronize(device)
-            each[kind] = max(0, before - torch.cuda.mem_get_info(device)[0])
-    return sum(each[_kind(key)] for key, _ in work)
+            free.append(torch.cuda.mem_get_info(device)[0])
+        each[kind(key)] = max(0, -(-(free[0] - free[-1]) // _COUNTED))
+    return sum(each[kind(key)] for key, _ in work)
 
 
-def _kind(key: Hashable) -> str:
-    """Return the name of the graphs that take as much memory as that of `key`, or less."""
-    if isinstance(key, tuple):
-        return str(key[0])
-    assert isinstance(key, Shape | MergedShape)
-    return f"whole, {(key.decode if isinstance(key, MergedShape) else key).depth} draft passes"
+def kind(key: Hashable) -> Hashable:
+    """Return what the graphs have in common of which the first in `tasks` has the most kernels."""
+    if isinstance(key, MergedShape):
+        return "merged", key.decode.depth
+    if isinstance(key, Shape):
+        return "whole", key.depth
+    assert isinstance(key, tuple)
+    name, *_, mode = key
+    return (name, mode) if name in ("draft", "verify") else name

@@ -234,7 +234,7 @@ class Buckets:
     def merged_shapes(self) -> Iterator[MergedShape]:
         """Yield every whole graph with prompt chunks, largest first."""
         every = (shape for shapes in self._merged.values() for shape in shapes)
-        yield from sorted(every, key=lambda shape: -shape.rows)
+        yield from sorted(every, key=lambda shape: (-shape.rows, -shape.decode.batch))
 
     def merged_rooms(self) -> list[tuple[int, int, int]]:
         """Return `(drafts, sequences, tokens)`, ascending: the largest number of prompt tokens in the verification pass
@@ -307,8 +307,8 @@ def _merged_rows(alone: Shape, without_chunks: int) -> list[int]:
     number of rows before the chunks."""
     if alone.rows <= FUSED_ROWS:
         return list(MERGED_ROWS)
-    wanted = {_at_least(WIDE_MERGED_ROWS, without_chunks + rows) for rows in _WIDE_CHUNK_ROWS}
-    return sorted(rows or WIDE_MERGED_ROWS[-1] for rows in wanted)
+    most = WIDE_MERGED_ROWS[-1]
+    return sorted({_at_least(WIDE_MERGED_ROWS, without_chunks + rows) or most for rows in _WIDE_CHUNK_ROWS})
 
 
 def _kind(shape: Shape) -> tuple[int, LogitsMode, int | None]:
