@@ -31,7 +31,7 @@ from gpu import attention, formats, iterations, products, serving
 from gpu.models import weight_bytes, write_config
 from gpu.rates import RATES
 from gpu.steady import steady
-from gpu.timing import ON_GPU, pretend
+from gpu.timing import ON_GPU, clocks, pretend
 from specrs.backends.weights import Weights
 from specrs.drafters.draft_model import LoadedDraftModel
 from specrs.models.torch_loader import load_model
@@ -219,13 +219,15 @@ class Bench:
         return {Path(target).name: formats.measure(target, self.draft, weights, **settings)}
 
     def tpot(self) -> dict[str, Any]:
-        """Measure one request alone at K = 5 and K = 0."""
+        """Measure one request alone at K = 5 and K = 0, and how the time of its steps is spent."""
         found = {}
         context, tokens = (1024, 600) if ON_GPU else (6, 4)
         for k in (5, 0):
             fields = {"max_num_seqs": 1, "max_model_len": 2 * context + tokens}
             engine = serving.make_engine(self.target, self.draft, self.weights, k, **fields)
             found[f"k{k}"] = serving.tpot(engine, context, tokens)
+            found[f"k{k}"]["steps"] = serving.step_times(engine, 1, context, tokens)
+            found[f"k{k}"]["clocks"] = clocks()
             release(engine)
         found["speedup"] = {"k5": found["k0"]["tpot_ms"] / found["k5"]["tpot_ms"]}
         return found

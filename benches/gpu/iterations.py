@@ -3,6 +3,8 @@ ways to run an iteration."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +22,20 @@ from specrs.speculative_config import SpeculativeConfig
 
 from gpu.piecewise import Piecewise
 from gpu.rates import rates
-from gpu.timing import ON_GPU, graphed, milliseconds
+from gpu.timing import ON_GPU, clocks, graphed, milliseconds
 
 CONTEXT = 1024 if ON_GPU else 8
 MAX_K = 8 if ON_GPU else 2
+GROWTH = 600 if ON_GPU else 4
+"""Number of tokens of the request whose time per token `bench_gpu.py` measures."""
+SUSTAINED_SECONDS = 3.0 if ON_GPU else 0.0
 
 
 class Alone:
     """`batch` requests of `CONTEXT` tokens each, whose state is reset before every measurement."""
 
     def __init__(self, target: str, draft: str, weights: Weights, batch: int = 1, **settings: Any) -> None:
-        self.batch = batch
+        self.batch, self.context = batch, CONTEXT
         speculative = SpeculativeConfig(
             model=draft,
             num_speculative_tokens=MAX_K,
@@ -63,8 +68,8 @@ class Alone:
         def run() -> None:
             state, views, batch = self.ctx.state, self.ctx.record.views, self.batch
             width, device = state.block_table.shape[1], state.block_table.device
-            state.num_tokens[:batch] = CONTEXT
-            state.draft_len[:batch] = CONTEXT - 1
+            state.num_tokens[:batch] = self.context
+            state.draft_len[:batch] = self.context - 1
             state.limit[:batch] = 2 * CONTEXT + 200
             state.active[:batch] = True
             state.stop_ids[:batch] = -1
@@ -102,6 +107,21 @@ class Alone:
         """Return the milliseconds of a whole iteration with K drafts, captured as one CUDA graph."""
         shape = Shape(1, k, k + 1, logits_mode)
         return self._time(lambda: iteration.run(self.ctx, shape, self.sequences), k)
+
+    @torch.inference_mode()
+    def sustained(self, k: int, context: int) -> dict[str, Any]:
+        """Return the milliseconds of a whole iteration that is replayed for `SUSTAINED_SECONDS` from `context` on, and
+        the GPU's clocks at the end. A burst of `whole` may run at higher clocks than an engine does."""
+        shape, self.context = Shape(1, k, k + 1, LogitsMode.GREEDY), context
+        reset = self.reset(k)
+        reset()
+        replay = graphed(lambda: iteration.run(self.ctx, shape, self.sequences))
+        times, end = list[float](), time.monotonic() + SUSTAINED_SECONDS
+        while not times or time.monotonic() < end:
+            times.append(milliseconds(replay, repeats=1, calls=4, before=reset))
+        self.context = CONTEXT
+        last = times[len(times) // 2 :]
+        return {"context": context, "ms": statistics.median(last), "first_ms": times[0], "clocks": clocks()}
 
     @torch.inference_mode()
     def chained(self, k: int) -> float:
@@ -153,6 +173,10 @@ def measure(alone: Alone) -> dict[str, Any]:
         "whole_ms": whole,
         "chained_ms": {k: alone.chained(k) for k in ks},
         "piecewise_ms": {k: alone.piecewise(k) for k in ks},
+    }
+    # TPOT is measured from CONTEXT to CONTEXT + GROWTH.
+    found["sustained"] = {
+        k: [alone.sustained(k, CONTEXT + more) for more in (0, GROWTH // 2, GROWTH)] for k in (0, min(5, MAX_K))
     }
     found["iteration_overhead_ms"] = {k: whole[k] - k * draft - target[k + 1] for k in ks if k + 1 in target}
     alone.temperature(0.7, 0.9)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.ring import Header
 from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
@@ -82,38 +83,72 @@ def tpot(engine: Engine, prompt_len: int, output_len: int) -> dict[str, float]:
     }
 
 
-def step_times(engine: Engine, batch: int) -> dict[str, float]:
-    """Median milliseconds of a step in the steady state, from the end of the one before it to its own end: as the
-    engine settles them, as its stream executes them (uploads, graph, results), and between steps on the stream.
+def step_times(
+    engine: Engine, batch: int, prompt_len: int = PROMPT, output_len: int = OUTPUT
+) -> dict[str, float | list[float]]:
+    """Median milliseconds of a step in the steady state, which has no prompt and no draft's prompt.
 
-    A graph alone is in the part `passes`. What is missing between the two is in the record's copy and the uploads
-    (`stream_ms` minus the graph), or in the gaps.
+    | field | what |
+    | --- | --- |
+    | `settled_ms` | from the end of the step before to its own, as the engine settles them |
+    | `stream_ms` | the step's work on its stream: the record's copy, uploads, graphs, the copy of results |
+    | `graph_ms` | of that, the graphs |
+    | `around_us` | microseconds of the rest of the stream's work |
+    | `gap_us`, `max_gap_us` | microseconds between steps on the stream |
+    | `host_us` | the host's microseconds to enqueue a step |
+    | `draft_prompt_ms` | the stream's work of every step with a draft's prompt, which TPOT contains |
     """
-    runner, ms, marks = engine.runner, list[float](), list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+    runner, settled = engine.runner, list[float]()
     assert isinstance(runner, CudaRunner)
-    execute = runner.execute
+    execute, graphs, replay = runner.execute, runner.graphs, runner.graphs.replay
+    steps: list[tuple[Header, list[Any], list[Any], float]] = []
+    marks: list[Any] = []
 
-    def marked(*args: Any) -> None:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(runner._stream)
-        execute(*args)
-        end.record(runner._stream)
-        marks.append((start, end))
+    def mark() -> Any:
+        if not ON_GPU:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(runner._stream)
+        return event
 
-    if ON_GPU:
-        runner.execute = marked  # type: ignore[method-assign]
-    engine.watch = lambda _slot, header, taken: ms.append(taken) if not header.num_prefill else None
-    run(engine, batch, PROMPT, OUTPUT)
-    engine.watch, runner.execute = None, execute  # type: ignore[method-assign]
+    def replayed(key: Any) -> None:
+        marks.append(mark())
+        replay(key)
+        marks.append(mark())
+
+    def executed(slot: Any, header: Header) -> None:
+        marks.clear()
+        start, began = mark(), time.perf_counter()
+        execute(slot, header)
+        taken = time.perf_counter() - began
+        steps.append((header, [start, mark()], list(marks), 1e6 * taken))
+
+    def ms(first: Any, second: Any) -> float:
+        return first.elapsed_time(second) if ON_GPU else 1e3 * (second - first)
+
+    runner.execute, graphs.replay = executed, replayed  # type: ignore[method-assign]
+    engine.watch = lambda _slot, header, taken: settled.append(taken) if not header.num_prefill else None
+    try:
+        run(engine, batch, prompt_len, output_len)
+    finally:
+        engine.watch = None
+        del runner.execute, graphs.replay
     synchronize()
 
     def middle(values: list[Any]) -> list[Any]:
         return values[len(values) // 4 : -(len(values) // 4) or None]
 
-    found = {"settled_ms": statistics.median(middle(ms))}
-    if marks:
-        steady = middle(marks)
-        gaps = [1e3 * a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(steady)]
-        found["stream_ms"] = statistics.median(a.elapsed_time(b) for a, b in steady)
-        found |= {"gap_us": statistics.median(gaps), "max_gap_us": max(gaps)}
-    return found
+    decoding = [step for step in steps if step[0].num_decode and not step[0].num_prefill]
+    steady = middle([step for step in decoding if not step[0].num_draft_chunks])
+    inside = [sum(ms(*pair) for pair in zip(own[::2], own[1::2], strict=True)) for _, _, own, _ in steady]
+    stream = [ms(*both) for _, both, _, _ in steady]
+    gaps = [1e3 * ms(a[1][1], b[1][0]) for a, b in itertools.pairwise(steady)]
+    found: dict[str, float | list[float]] = {
+        "settled_ms": statistics.median(middle(settled)),
+        "stream_ms": statistics.median(stream),
+        "graph_ms": statistics.median(inside),
+        "around_us": 1e3 * statistics.median(all_ms - own for all_ms, own in zip(stream, inside, strict=True)),
+        "host_us": statistics.median(taken for _, _, _, taken in steady),
+        "draft_prompt_ms": [ms(*both) for header, both, _, _ in decoding if header.num_draft_chunks],
+    }
+    return found | ({"gap_us": statistics.median(gaps), "max_gap_us": max(gaps)} if gaps else {})

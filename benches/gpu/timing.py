@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +31,16 @@ def synchronize() -> None:
     """Wait for the device."""
     if ON_GPU:
         torch.cuda.synchronize()
+
+
+def clocks() -> dict[str, float]:
+    """Return the GPU's clocks in MHz and its power in watts now, as nvidia-smi reports them; empty without it."""
+    fields = ("clocks.sm", "clocks.mem", "power.draw")
+    if not ON_GPU or shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout.split(",")
+    return dict(zip(fields, map(float, found), strict=True)) if len(found) == len(fields) else {}
 
 
 def graphed(function: Callable[[], None]) -> Callable[[], None]:
