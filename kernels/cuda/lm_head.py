@@ -142,6 +142,16 @@ VARIANTS = (
         rows=128,
         argmax=True,
     ),
+    *(  # the part of one of four ranks, or of a shorter draft vocabulary, with narrower tiles
+        variant(
+            f"lm_head_argmax_part_rows{rows}_large",
+            LinearShape(37984, 2048, torch.bfloat16),
+            SIZES[0],
+            rows=rows,
+            argmax=True,
+        )
+        for rows in (1, 64, 128)
+    ),
     Variant(
         "lm_head_combine",
         combine_tiles_kernel,
