@@ -1,5 +1,6 @@
 """The table of families, formats and devices: the same in the docs, and true for small models of every family."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def test_the_table_is_the_document_s() -> None:
     assert table() in document
     assert wrapped_table() in document
     assert set(NAMES) == {*MADE, *HYBRIDS, "gemma4_text"}
+
+
+IN_THE_README = {"Llama 2": "Llama", "Granite 3": "Granite", "Llama 4 Scout": "Llama 4"}
+"""Names in the README of families whose first model has another name in the table."""
+
+
+def test_the_readme_names_every_family() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in readme.splitlines() if line.startswith("| ")]
+    named = {part.strip() for row in rows for part in re.split("[,;:]", row)}
+    first = {family.models.partition(",")[0] for name, family in FAMILIES.items() if name != "Qwen3MoeForCausalLM"}
+    assert {IN_THE_README.get(name, name) for name in first} - named == set()
+    assert "Qwen3-MoE" in named
 
 
 @pytest.mark.parametrize("family", MADE)
