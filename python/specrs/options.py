@@ -26,6 +26,8 @@ from specrs.errors import (
 
 Command = Literal["serve", "chat", "generate", "bench", "bench serve", "advise", "demo", "forecast", "tune"]
 """Commands with derived flags. `bench` stands for the kinds that run an engine in their own process."""
+SPECULATING: tuple[Command, ...] = ("serve", "chat", "generate", "bench", "demo", "forecast")
+"""Commands that have `--speculative-config`, and flags for some of its keys."""
 
 
 class Values:

@@ -21,7 +21,7 @@ from specrs.errors import (
     rejects_unknown_arguments,
     unknown_key,
 )
-from specrs.options import Choice, Integer, ListOf, Number, Switch, check_options, option, options_of
+from specrs.options import SPECULATING, Choice, Integer, ListOf, Number, Switch, check_options, option, options_of
 from specrs.sampling import MAX_SPECULATIVE_TOKENS
 
 AUTO = "auto"
@@ -60,7 +60,7 @@ class DraftingOptions:
         "draft tokens per step",
         note="auto: the engine chooses",
         flag_name="spec-tokens",
-        commands=("serve",),
+        commands=SPECULATING,
         details="With `auto`, the engine picks the number that gives the most tokens per second, for each request and "
         "step. It drafts nothing if drafting would be slower. It measures the cost of steps for a second or two at "
         "start, and goes on measuring. A request may ask for fewer draft tokens.",
@@ -71,7 +71,7 @@ class DraftingOptions:
         "drafter",
         note="or several with commas between, of which at most one has a model",
         flag_name="spec-method",
-        commands=("serve",),
+        commands=SPECULATING,
         details="`ngram` takes the longest n-gram at the end of the text that occurs earlier. It drafts what followed "
         "the last earlier occurrence. `suffix` drafts what most often followed the end of the text, in the text and "
         "in earlier outputs. Neither has a model. `eagle3` is a head over the target's hidden states, in either "

@@ -186,7 +186,7 @@ def test_near_names_are_known_and_the_same_name_is_first(name: str, known: list[
         (["generate", "--prompt", ""], "prompt"),
         (
             ["demo", "--speculative-config", '{"num_speculative_tokens": 3}'],
-            "--speculative-config num_speculative_tokens=3: must come from --k",
+            "--speculative-config.num_speculative_tokens=3: must come from --k",
         ),
         (["demo", "--max-tokens", "-1"], "specrs demo: error: max_tokens=-1: "),
         (["demo", "--plot", "out.bmp"], "--plot='out.bmp': must end in .png, .svg, .pdf"),

@@ -73,7 +73,12 @@ def cases(*owners: type) -> list[Any]:
         for declared in options_of(owner).values()
         for command in declared.commands
         for words in WORDS[command]
+        if not (declared.flag == "--spec-tokens" and has(words, "--k"))
     ]
+
+
+def has(command: str, flag: str) -> bool:
+    return flag in COMMANDS[command]._option_string_actions
 
 
 @pytest.mark.parametrize(("command", "declared"), cases(*OWNERS, SpeculativeConfig))
@@ -91,6 +96,34 @@ def test_every_command_has_the_flags_that_options_name(command: str, declared: O
 @pytest.mark.parametrize("declared", options_of(EngineConfig).values(), ids=lambda declared: declared.name)
 def test_every_option_of_an_engine_has_a_flag_in_serve(declared: Option) -> None:
     assert ("serve" in declared.commands) != (declared.name in NO_FLAG)
+
+
+SPECULATING = [name for name in COMMANDS if has(name, "--speculative-config")]
+
+
+@pytest.mark.parametrize("command", SPECULATING)
+def test_flags_of_drafting_set_keys_of_the_speculative_config(command: str) -> None:
+    """Every command with --speculative-config has the short flags, the later value counts, and K has one flag."""
+    flags = ["--spec-model", "d", "--speculative-config.method=eagle3", "--spec-method", "suffix"]
+    expected: dict[str, Any] = {"model": "d", "method": "suffix"}
+    if not has(command, "--k"):
+        flags += ["--spec-tokens", "auto"]
+        expected["num_speculative_tokens"] = "auto"
+    assert parser().parse_args(spell([*command.split(), *flags])).speculative_config == expected
+    assert has(command, "--k") != has(command, "--spec-tokens")
+
+
+@pytest.mark.parametrize("command", [f"{name} --measure" if name == "forecast" else name for name in SPECULATING
+                                     if has(name, "--k")])  # fmt: skip
+@pytest.mark.parametrize("key", ["num_speculative_tokens", "num-speculative-tokens"])
+def test_k_comes_from_one_flag(command: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--speculative-config", json.dumps({key: 3})]) == 2
+    assert "--speculative-config.num_speculative_tokens=3: must come from --k" in capsys.readouterr().err
+
+
+def test_a_forecast_has_one_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["forecast", "--measure", "--draft-model", "a", "--spec-model", "b"]) == 2
+    assert "--draft-model='a': contradicts --spec-model=b; leave one of them out" in capsys.readouterr().err
 
 
 def test_no_flag_of_an_option_is_written_by_hand() -> None:

@@ -23,7 +23,7 @@ _SAMPLING: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 128}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `specrs generate`, with vLLM's names if vLLM has them."""
-    from specrs.cli.option_flags import add_flags
+    from specrs.cli.option_flags import add_flags, add_speculation_flags
     from specrs.engine_options import EngineOptions
 
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; default: all of stdin")
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, engine)
     add_flags(sampling, SamplingParams, "generate", **_SAMPLING)
     add_flags(engine, EngineOptions, "generate")
+    add_speculation_flags(engine, "generate")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from specrs.cli.arguments import MergeJSON, human_int, json_or_text
+from specrs.cli.arguments import MergeJSON, MergeKey, human_int, json_or_text
 from specrs.engine_options import EngineOptions
+from specrs.errors import invalid_config
 from specrs.options import (
     Checked,
     Choice,
@@ -23,6 +24,7 @@ from specrs.options import (
     options_of,
     show,
 )
+from specrs.speculative_config import SpeculativeConfig
 
 MODEL = options_of(EngineOptions)["model"].help
 """Help text of flags that name a model."""
@@ -39,6 +41,33 @@ def add_flags(to: argparse._ActionsContainer, owner: type, command: Command, **d
     for name, one in declared.items():
         if command in one.commands:
             add_flag(to, one, defaults.get(name))
+
+
+def add_speculation_flags(to: argparse._ActionsContainer, command: Command, *, own_k: bool = False) -> None:
+    """Add `--spec-method`, `--spec-model` and `--spec-tokens`, each of which sets one key of `--speculative-config`.
+
+    With `own_k`, `command` has `--k` for the numbers of drafts, and no `--spec-tokens`.
+    """
+    for name, declared in options_of(SpeculativeConfig).items():
+        if command in declared.commands and not (own_k and name == _K):
+            shown = f"{declared.help_text()}; the same as --speculative-config.{name}"
+            add_flag(to, declared, dest="speculative_config", action=MergeKey, const=name, metavar="VALUE", help=shown)
+
+
+_K = "num_speculative_tokens"
+"""Key of `--speculative-config` that commands with `--k` do not take."""
+
+
+def drafter_without_k(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the speculative configuration of a command with `--k`; empty if no flag gives one.
+
+    Raises `InvalidConfigError` if it has a number of drafts.
+    """
+    drafter: dict[str, Any] = arguments.speculative_config or {}
+    for key, value in drafter.items():
+        if key.replace("-", "_") == _K:
+            raise invalid_config(f"--speculative-config.{_K}", value, "must come from --k")
+    return drafter
 
 
 def add_flag(

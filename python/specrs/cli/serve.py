@@ -26,22 +26,16 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add vLLM's options, and those of specrs' own limits."""
-    from specrs.cli.arguments import MergeKey
-    from specrs.cli.option_flags import add_flag, add_flags
+    from specrs.cli.option_flags import add_flags, add_speculation_flags
     from specrs.cli.vllm_flags import add_vllm_flags
     from specrs.engine_options import EngineOptions
-    from specrs.options import options_of
     from specrs.server.limits import HTTPLimits
     from specrs.server.options import ServerOptions
-    from specrs.speculative_config import SpeculativeConfig
 
     engine = parser.add_argument_group("engine")
     add_model(parser, engine, several=True)
     add_flags(engine, EngineOptions, "serve")
-    for name, one in options_of(SpeculativeConfig).items():
-        if "serve" in one.commands:
-            shown = f"{one.help_text()}; the same as --speculative-config.{name}"
-            add_flag(engine, one, dest="speculative_config", action=MergeKey, const=name, metavar="VALUE", help=shown)
+    add_speculation_flags(engine, "serve")
     engine.add_argument(
         "--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for two steps in flight"
     )

@@ -10,7 +10,7 @@ from specrs.core import HostDrafter
 from specrs.drafters.base import LoadedDrafter, Loading
 from specrs.errors import InvalidConfigError, invalid
 from specrs.model_values import MODEL_PATH
-from specrs.options import Integer, Text, option
+from specrs.options import SPECULATING, Integer, Text, option
 
 WHERE = "speculative_config."
 """Prefix of the names of drafter options in error messages."""
@@ -34,7 +34,7 @@ class CheckpointOptions(MethodOptions):
         "folder or hub id of the draft model or head",
         default_is="the bundled draft, for the bundled target only",
         flag_name="spec-model",
-        commands=("serve",),
+        commands=SPECULATING,
     )
     max_model_len: int | None = option(
         None,

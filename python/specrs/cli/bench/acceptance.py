@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specrs.cli.arguments import drafts_list, floats
 from specrs.cli.bench import options
+from specrs.cli.option_flags import drafter_without_k
 from specrs.cli.output import write_json
 
 SUMMARY = "acceptance length over a data set, by K and temperature"
@@ -18,7 +19,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `specrs bench acceptance`."""
-    options.add_engine(parser)
+    options.add_engine(parser, own_k=True)
     options.add_dataset(parser, "bundled", "50")
     parser.add_argument(
         "--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="numbers of draft tokens; default: 1,3,5"
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.speculative_config import for_repeats
 
     config = options.dataset(arguments, "bundled", 50)
-    drafter = for_repeats(arguments.speculative_config or {})  # of the same prompts at every K and temperature
+    drafter = for_repeats(drafter_without_k(arguments))  # of the same prompts at every K and temperature
     speculative = {**drafter, "num_speculative_tokens": max(arguments.k)}
     llm = options.engine(arguments, speculative_config=speculative)
     assert llm.tokenizer is not None

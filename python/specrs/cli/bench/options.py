@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.bench.client import BACKENDS
-from specrs.cli.option_flags import add_flag, add_flags, given_options
+from specrs.cli.option_flags import add_flag, add_flags, add_speculation_flags, given_options
 from specrs.engine_options import EngineOptions
 from specrs.errors import InvalidConfigError, invalid_config
 from specrs.options import one_of, options_of
@@ -83,10 +83,12 @@ def dataset(arguments: argparse.Namespace, default: str, num_prompts: int) -> Da
     )
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: argparse.ArgumentParser, *, own_k: bool = False) -> None:
     """Add the flags of an engine in this process. Its prefix caching is off by default, so that no run speeds up the
-    next."""
-    add_flags(parser.add_argument_group("engine"), EngineOptions, "bench", enable_prefix_caching=False)
+    next. `own_k`: the command has `--k`."""
+    group = parser.add_argument_group("engine")
+    add_flags(group, EngineOptions, "bench", enable_prefix_caching=False)
+    add_speculation_flags(group, "bench", own_k=own_k)
 
 
 def add_sampling(parser: argparse.ArgumentParser, **defaults: object) -> None:

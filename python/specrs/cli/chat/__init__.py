@@ -29,7 +29,7 @@ _GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": None}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `specrs chat`."""
-    from specrs.cli.option_flags import add_flag, add_flags
+    from specrs.cli.option_flags import add_flag, add_flags, add_speculation_flags
     from specrs.engine_options import EngineOptions
     from specrs.options import options_of
 
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if "chat" in declared.commands:
             add_flag(sampling, declared, stated=_stated(declared.name, declared.default_text))
     add_flags(engine, EngineOptions, "chat")
+    add_speculation_flags(engine, "chat")
 
 
 def _stated(name: str, default: str) -> str:

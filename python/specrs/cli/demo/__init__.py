@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.cli.arguments import MergeJSON, drafts_list
-from specrs.cli.option_flags import MODEL, add_flags
+from specrs.cli.option_flags import MODEL, add_flags, add_speculation_flags, drafter_without_k
 from specrs.engine_options import EngineOptions
 from specrs.errors import invalid_config
 
@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='another drafter, as in \'{"method": "suffix,draft_model"}\'; K comes from --k',
     )
+    add_speculation_flags(parser, "demo", own_k=True)
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate per prompt; default: 128")
     add_flags(parser, EngineOptions, "demo", threads=1)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the results into this file")
@@ -89,10 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.cli.output import check_picture
     from specrs.sampling import SamplingParams
 
-    drafter, bundled = arguments.speculative_config or {}, BUNDLED.get(arguments.model)
-    if "num_speculative_tokens" in drafter:
-        field = "--speculative-config num_speculative_tokens"
-        raise invalid_config(field, drafter["num_speculative_tokens"], "must come from --k")
+    drafter, bundled = drafter_without_k(arguments), BUNDLED.get(arguments.model)
     if arguments.head is not None and (bundled is not None or drafter):
         reason = "allowed with --model of another model than the bundled ones, and without --speculative-config"
         raise invalid_config("--head", arguments.head, reason)

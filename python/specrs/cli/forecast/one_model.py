@@ -110,7 +110,7 @@ def acceptance(arguments: argparse.Namespace) -> dict[int, float]:
 def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | None, dict[int, float], Regression]:
     from tqdm import tqdm
 
-    from specrs.cli.option_flags import given_options
+    from specrs.cli.option_flags import drafter_without_k, given_options
     from specrs.cli.threads import set_torch_threads
     from specrs.engine_options import EngineOptions
     from specrs.forecast import report
@@ -120,11 +120,16 @@ def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | Non
     from specrs.sampling import SamplingParams
 
     check_int(InvalidConfigError, "--num-prompts", arguments.num_prompts, 1, len(PROMPTS))
+    drafter = drafter_without_k(arguments)
+    if arguments.draft_model is not None:
+        if "model" in drafter:
+            reason = f"contradicts --spec-model={drafter['model']}; leave one of them out"
+            raise invalid_config("--draft-model", arguments.draft_model, reason)
+        drafter = {"model": arguments.draft_model, **drafter}
     set_torch_threads(arguments.threads, bundled=arguments.model is None)
     engine = given_options(arguments, EngineOptions, "forecast")
     if arguments.model is None and engine.get("dtype", "auto") == "auto":
         engine["dtype"] = "float32"
-    draft = {} if arguments.draft_model is None else {"model": arguments.draft_model}
     params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
     settings = 2 + len(arguments.k)
     with tqdm(total=settings * (1 + arguments.rounds * arguments.num_prompts), leave=False, unit=" prompts") as bar:
@@ -135,7 +140,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | Non
 
         result = measure(
             arguments.model,
-            {**draft, **(arguments.speculative_config or {})},
+            drafter,
             arguments.k,
             PROMPTS[: arguments.num_prompts],
             params,
