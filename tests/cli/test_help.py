@@ -239,6 +239,17 @@ def test_what_a_rejected_flag_is_told_to_use_exists(instead: str) -> None:
     assert value in ("", "auto")
 
 
+@pytest.mark.parametrize(
+    ("command", "action"),
+    [pytest.param(*x, id=f"{x[0]} {x[1].dest}") for x in SHOWN if x[1].choices is not None],
+)
+def test_choices_are_next_to_the_flag_or_in_its_text(command: str, action: argparse.Action) -> None:
+    assert action.choices is not None
+    names = list(map(str, action.choices))
+    next_to_it = f"{action.option_strings[0]} {'|'.join(names)}" if action.option_strings else ""
+    assert f"one of {', '.join(names)}" in plain(action) or (next_to_it and next_to_it in short(COMMANDS[command], 80))
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_short_help_has_a_line_for_each_flag(command: str) -> None:
     """Check that the short help has one line of at most 80 characters for each flag, and leaves out hidden flags and

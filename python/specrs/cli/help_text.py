@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from specrs.errors import did_you_mean
@@ -17,6 +17,8 @@ from specrs.errors import did_you_mean
 HELP = "this help; all: every flag in full; WORD: the flags with WORD in their name, in full"
 _COLUMN = 34
 """Maximum width of the column of flags. A longer flag moves its text to the right."""
+_MOST_CHOICES = 16
+"""Maximum letters of values that stand next to their flag. The help of a flag with more has the values in its text."""
 _TITLES = {"positional arguments": "arguments"}
 
 
@@ -81,9 +83,15 @@ def invocation(action: argparse.Action) -> str:
         return ", ".join(f"--[no-]{flag.removeprefix('--')}" for flag in flags if not flag.startswith("--no-"))
     if action.nargs == 0:
         return ", ".join(flags)
-    value = action.metavar or ("NAME" if action.choices is not None else "VALUE")
+    value = action.metavar or (_choices(action.choices) if action.choices is not None else "VALUE")
     value = f"[={value}]" if isinstance(action, HelpAction) else f" {value}{' ...' if action.nargs == '+' else ''}"
     return ", ".join(sorted(flags, key=len)) + value
+
+
+def _choices(names: Iterable[Any]) -> str:
+    """Return the values of an argument, as in `few|many`; `NAME` if there are too many for the column of flags."""
+    text = "|".join(map(str, names))
+    return text if len(text) <= _MOST_CHOICES else "NAME"
 
 
 def brief(action: argparse.Action) -> str:

@@ -34,8 +34,8 @@ def add_dataset(parser: argparse.ArgumentParser, default: str, num_prompts: str)
         "--dataset-name",
         choices=NAMES,
         default=None,
-        help="random tokens, the bundled prompts, a hub data set or file (hf), or a file of one form; "
-        f"default: {default}, or hf with --dataset-path",
+        help=f"source of the prompts: {one_of(NAMES)}; hf: a hub data set, or a file in a known format. Files of the "
+        f"last four have one format each; default: {default}, or hf with --dataset-path",
     )
     group.add_argument("--dataset-path", metavar="PATH", help="a .json or .jsonl file, or a hub name")
     group.add_argument("--hf-split", help="split of a hub data set; default: train")

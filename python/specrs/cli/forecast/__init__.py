@@ -11,6 +11,7 @@ from specrs.cli.option_flags import MODEL, add_flags, add_speculation_flags
 from specrs.engine_options import EngineOptions
 from specrs.errors import InvalidConfigError, check_int, invalid_config
 from specrs.model_values import AT_LOAD, KV_CACHE_DTYPES
+from specrs.options import one_of
 
 DESCRIPTION = (
     "Forecast time per output token, TPOT = (T_d * K + T_t) / AL, and the speed-up of every K. T_d and T_t are "
@@ -91,10 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     computed.add_argument("--context", type=int, default=1024, help="positions of a request; default: 1024")
     for name, of in (("--quantization", "target"), ("--draft-quantization", "draft")):
-        computed.add_argument(name, choices=AT_LOAD, help=f"type of the {of}'s projections; default: bf16")
+        shown = f"type of the {of}'s projections; {one_of(AT_LOAD)}; default: bf16"
+        computed.add_argument(name, choices=AT_LOAD, help=shown)
     computed.add_argument("--draft-vocab-size", type=int, metavar="N", help="ids that the draft drafts; default: all")
     computed.add_argument(
-        "--kv-cache-dtype", choices=_CACHED, default="auto", help="type of the KV cache; default: auto, bf16"
+        "--kv-cache-dtype",
+        choices=_CACHED,
+        default="auto",
+        help=f"type of the KV cache; {one_of(_CACHED)}; default: auto, bf16",
     )
     computed.add_argument(
         "--products",
