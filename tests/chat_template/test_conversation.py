@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specrs.chat_template import Rendered, render
+from specrs.chat_template import TOOLS_NOT_SHOWN, Rendered, render
 from specrs.errors import InvalidRequestError
 
 from .shapes import (
@@ -335,3 +335,32 @@ def test_messages_of_clients_come_back_without_warnings() -> None:
     for message in ({"content": "Warm."}, {**calling("{}")[1], "content": None}):
         given: dict[str, Any] = {"role": "assistant", **copied, **message}
         assert not rendered(LOOKING_AT_ROLES, [USER, given, USER]).warnings
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Degrees.", "parameters": {}}}
+SHOWS = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""Template without tools. The cases add what it does with them."""
+
+
+@pytest.mark.parametrize(
+    ("template", "left_out"),
+    [
+        (SHOWS, True),
+        (SHOWS + "{# tools #}{% set known = tools %}", True),
+        (SHOWS + "{% for tool in tools %}{% endfor %}{% if tools and false %}{{ tools }}{% endif %}", True),
+        (SHOWS + "{{ tools }}", False),
+        (SHOWS + "{% if tools %}You have functions.{% endif %}", True),
+        (SHOWS + "{% if tools[0].function.name != 'weather' %}{{ raise_exception('unknown') }}{% endif %}", False),
+        (
+            "{% set known = tools %}" + SHOWS + "{% for tool in known or [] %}{{ tool.function.name }}{% endfor %}",
+            False,
+        ),
+        (SHOWS + "{% if messages[0].role == 'system' %}{{ tools }}{% endif %}", False),
+        (SHOWS + "{% if tools %}{{ raise_exception('one message') if messages | length == 1 }}{% endif %}", True),
+    ],
+)
+def test_tools_that_change_no_text_are_a_warning(template: str, left_out: bool) -> None:
+    """Check the text itself: a template may name tools and show none, and may show them in some conversations alone."""
+    chat = [{"role": "system", "content": "Be brief."}, USER]
+    assert (TOOLS_NOT_SHOWN in rendered(template, chat, [TOOL]).warnings) == left_out
+    assert TOOLS_NOT_SHOWN not in rendered("{{ messages[0].content }}", chat).warnings

@@ -320,3 +320,14 @@ def test_auto_needs_its_flags(server: Server) -> None:
     assert "--enable-auto-tool-choice" in answer.error["message"]
     message = server.chat(messages=MESSAGES, tools=TOOLS, tool_choice="none", max_tokens=4)["choices"][0]["message"]
     assert set(message) == {"role", "content", "refusal"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}], ids=str)
+def test_tools_that_the_template_does_not_show_are_a_warning(calling: Server, server: Server, choice: Any) -> None:
+    """Such a request is answered, as by vLLM: a grammar forces the call. Only the fixture `calling` has a template that
+    shows tools."""
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 4}
+    for serving_it, told in ((server, True), (calling, False)):
+        answer = serving_it.post(PATH, body)
+        assert answer.status == 200
+        assert answer.headers.get("x-warning", "").startswith("tools: the chat template does not show them") == told

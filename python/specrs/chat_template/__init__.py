@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from specrs.chat_template.conversation import fit
-from specrs.chat_template.traits import Message, Traits
+from specrs.chat_template.traits import OTHER_TOOL, Message, Traits
 from specrs.errors import InvalidRequestError
 
 RENDER_ARGUMENTS = frozenset(
@@ -34,6 +35,11 @@ RENDER_ARGUMENTS = frozenset(
     }
 )
 """Names that `chat_template_kwargs` may not have: the arguments of transformers' function, and `messages`."""
+
+TOOLS_NOT_SHOWN = (
+    "tools: the chat template does not show them, so the model does not know of them; use a chat template that does"
+)
+"""Warning about tools in whose place another tool gives the same text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,8 @@ def render(arguments: Mapping[str, Any]) -> Rendered:
     unread = [name for name in hints if name not in traits.variables] if hints else []
     variables = {**variables, **{name: value for name, value in hints.items() if name not in unread}}
 
-    def render_messages(conversation: list[Message]) -> str:
-        return show(conversation, variables={**special_tokens, **variables}, **given)
+    def render_messages(conversation: list[Message], **other: Any) -> str:
+        return show(conversation, variables={**special_tokens, **variables}, **{**given, **other})
 
     fitted, warnings = fit(messages, traits, render_messages)
     warnings += [f"{name}={hints[name]!r}: the chat template does not read it" for name in unread]
@@ -72,6 +78,10 @@ def render(arguments: Mapping[str, Any]) -> Rendered:
         lines = str(fault).strip().splitlines()
         reason = lines[0] if lines else type(fault).__name__
         raise InvalidRequestError(f"messages: the chat template refused them: {reason}") from fault
+    if given["tools"] and not traits.tools:
+        with suppress(Exception):  # a template may reject the other tool
+            if text == render_messages(fitted, tools=[OTHER_TOOL]):
+                warnings.append(TOOLS_NOT_SHOWN)
     return Rendered(text, tuple(warnings))
 
 

@@ -16,7 +16,7 @@ _OBJECT = {"key": _MARK}
 _TEXT = json.dumps(_OBJECT)
 _CUT_OFF = _TEXT[:-1]
 """Arguments of a call that ended too early. Quoted as a JSON string they would look different."""
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "probe",
@@ -24,6 +24,8 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": "A key."}}},
     },
 }
+OTHER_TOOL = {"type": "function", "function": {**_TOOL["function"], "name": _MARK}}
+"""Tool with a name that no request has."""
 _USER: Message = {"role": "user", "content": "Hello"}
 
 
@@ -90,6 +92,12 @@ class Traits:
     def knows_role(self, role: str) -> bool:
         """True if the template has a form of its own for a role, as the first message or the second."""
         return self._has_form(role, first=True) or self._has_form(role, first=False)
+
+    @cached_property
+    def tools(self) -> bool:
+        """True if a short conversation shows a tool's name. A template that does not may show tools in other
+        conversations, or with variables that a probe does not have."""
+        return shows(self._show([_USER], [OTHER_TOOL]), _MARK)
 
     @cached_property
     def empty_content(self) -> Message:
