@@ -145,7 +145,8 @@ class CpuRunner:
             return _native(model, kv_cache)
         from specrs.backends.cpu.callable_model import CallableModel  # and torch, which native models do without
 
-        return CallableModel(model, kv_cache, self._find_adapters)
+        # no method of this runner: Python collects no cycle through an object of the core
+        return CallableModel(model, kv_cache, None if self.loras is None else self.loras.by_adapter)
 
     def _draft_source(self, drafter: CpuDrafter) -> Any:
         model = drafter.model
@@ -156,9 +157,6 @@ class CpuRunner:
         if drafter.hidden_layers:
             return CallableHead(model, drafter.kv_cache, self.target.vocab_size)
         return CallableModel(model, drafter.kv_cache)
-
-    def _find_adapters(self, rows: Sequence[int]) -> Any:
-        return [] if self.loras is None else self.loras.by_adapter(rows)
 
 
 def _native(model: Any, kv_cache: Any) -> tuple[CpuDecoder, CpuKVCache | None]:
