@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from specrs.backends.cpu.eagle3 import load_eagle3
 from specrs.backends.cpu.weights import load_native
 from specrs.cli import main
+from specrs.config import EngineConfig
 from specrs.drafters.eagle3.head import Eagle3Head
+from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, InvalidConfigError, SpecrsError, UnsupportedModelError
 from specrs.models.torch_decoder import TorchDecoder
 from specrs.models.torch_loader import load_model
@@ -381,3 +383,39 @@ def test_a_pickle_of_something_else(
     assert message in capsys.readouterr().err
     assert not Path("harmed").exists()
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"vocab_size": 91}, "vocab_size=91: must be 90, the target's; use a head that was trained for this target"),
+        (
+            {"target_hidden_size": 48},
+            "target_hidden_size=48: must be 32, the target's hidden_size; use a head that was",
+        ),
+        (
+            {"draft_vocab_size": 91},
+            "draft_vocab_size=91: must be an integer from 1 to 90, the target's ids; use a head",
+        ),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_head_of_another_target_is_rejected_before_weights_are_read(
+    copy: Path, folder: Path, tmp_path: Path, fields: dict[str, int], says: str | None
+) -> None:
+    """Neither folder has weights. A head that fits gets as far as to miss the target's."""
+    if "vocab_size" in fields:
+        layer_field(copy, **fields)
+    else:
+        edit_json(copy / "config.json", **fields)
+    (copy / "model.safetensors").unlink()
+    target = tmp_path / "target"
+    target.mkdir()
+    shutil.copy(folder / "target" / "config.json", target)
+    speculative = {"method": "eagle3", "model": str(copy), "num_speculative_tokens": 2}
+    with pytest.raises(CheckpointError) as raised:
+        load_weights(EngineConfig.from_kwargs(model=str(target), speculative_config=speculative))
+    where = f"{target}: " if says is None else f"{copy}/config.json: "
+    assert str(raised.value).startswith(where)
+    assert (says or "safetensors") in str(raised.value)

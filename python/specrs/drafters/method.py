@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specrs.core import HostDrafter
 from specrs.drafters.base import LoadedDrafter, Loading
 from specrs.errors import InvalidConfigError, invalid
 from specrs.model_values import MODEL_PATH
 from specrs.options import SPECULATING, Integer, Text, option
+
+if TYPE_CHECKING:
+    from specrs.models.config import ModelConfig
 
 WHERE = "speculative_config."
 """Prefix of the names of drafter options in error messages."""
@@ -81,6 +84,9 @@ class ModelMethod(Method):
     load: Callable[[Loading], LoadedDrafter]
     """Function that loads the drafter's weights. Raises `InvalidConfigError` or a subclass if a file is missing, wrong
     or not supported."""
+    check: Callable[[str, str | None, ModelConfig], None] | None = None
+    """Function that checks the configuration of the drafter in a folder or hub id, at a revision, for a target, before
+    weights are loaded. Raises `InvalidConfigError` or a subclass. None: `load` checks it."""
     serves: Callable[[Any], bool] = lambda _: True
     """Function that returns True if a `SpeculativeConfig` with the row's `name` means this row. The first such row is
     used."""

@@ -37,11 +37,16 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
     if config.enable_lora and source.is_generic:
         reason = f"not implemented with model_impl='transformers', which {config.target} needs; allowed: False"
         raise invalid(UnsupportedConfigError, "enable_lora", True, reason)
+    method = None if speculative is None or draft is None else speculative.model_method
+    if draft is not None and method is not None and method.check is not None and not source.is_generic:
+        with about(*OF_TARGET):
+            model = load_config(config.target, revision=config.revision)
+        with about(*OF_DRAFT):
+            method.check(*draft, model)
     target = backend.load_model(source, device, ranks)
-    if speculative is None or draft is None:
+    if draft is None or method is None:
         return Weights(target)
-    own, method = draft_ranks(config, ranks), speculative.model_method
-    assert method is not None
+    own = draft_ranks(config, ranks)
     path, revision = draft
     tokenizer_revision = config.tokenizer_revision or (None if config.tokenizer else config.revision)
     loading = Loading(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from specrs.drafters.base import Loading
-from specrs.drafters.eagle3.files import open_head
+from specrs.drafters.eagle3.files import check_head, open_head
 from specrs.drafters.eagle3.weights import Eagle3Facts
 from specrs.drafters.hidden_state import LoadedHead, reject_generic_target
 from specrs.drafters.method import CheckpointOptions, ModelMethod, wrong
@@ -76,6 +76,7 @@ EAGLE3 = ModelMethod(
     options=Eagle3Options,
     what="an EAGLE-3 head",
     bundled=bundled,
+    check=check_head,
     load=load,
     is_model=False,
     same_tokenizer=False,  # a head has no tokenizer; its ids are checked against the target's

@@ -79,16 +79,7 @@ def parse_eagle3_config(
     if layer.get("num_hidden_layers", 1) != 1:
         raise unsupported(where + "num_hidden_layers", layer["num_hidden_layers"], "1")
     config = _shape(layer, where, rope_theta)
-    if config.vocab_size != target.vocab_size:
-        raise malformed(where + "vocab_size", config.vocab_size, f"{target.vocab_size}, the target's")
-    hidden = raw.get("target_hidden_size")
-    if (config.hidden_size if hidden is None else hidden) != target.hidden_size:
-        field, value = (where + "hidden_size", config.hidden_size) if hidden is None else ("target_hidden_size", hidden)
-        raise malformed(field, value, f"{target.hidden_size}, the target's hidden_size")
-    draft_vocab = raw.get("draft_vocab_size")
-    draft_vocab = target.vocab_size if draft_vocab is None else draft_vocab
-    if type(draft_vocab) is not int or not 1 <= draft_vocab <= target.vocab_size:
-        raise malformed("draft_vocab_size", draft_vocab, f"an integer from 1 to {target.vocab_size}, the target's ids")
+    draft_vocab = _draft_vocab(raw, config, where, target.hidden_size, target.vocab_size)
     norm_before_fc, fc_norm = _flag(options, "norm_before_fc"), _flag(options, "fc_norm")
     if norm_before_fc and fc_norm:
         raise malformed("fc_norm", True, "false where norm_before_fc is true")
@@ -114,6 +105,31 @@ def parse_eagle3_config(
         fc_norm=fc_norm,
         norm_output=_flag(options, "norm_output"),
     )
+
+
+def check_fit(raw: Mapping[str, Any], hidden_size: int, vocab_size: int) -> None:
+    """Check that the head whose config.json is `raw` is for a target of these sizes.
+
+    Raises UnsupportedModelError for an option that is not implemented, and CheckpointError for another size.
+    """
+    _draft_vocab(raw, head_layer(raw), _layer_fields(raw)[2], hidden_size, vocab_size)
+
+
+def _draft_vocab(raw: Mapping[str, Any], layer: ModelConfig, where: str, hidden_size: int, vocab_size: int) -> int:
+    """Return the number of ids that the head drafts. Raises CheckpointError if its sizes are not those of a target with
+    `hidden_size` and `vocab_size`."""
+    other = "; use a head that was trained for this target"
+    if layer.vocab_size != vocab_size:
+        raise malformed(where + "vocab_size", layer.vocab_size, f"{vocab_size}, the target's{other}")
+    hidden = raw.get("target_hidden_size")
+    if (layer.hidden_size if hidden is None else hidden) != hidden_size:
+        field, value = (where + "hidden_size", layer.hidden_size) if hidden is None else ("target_hidden_size", hidden)
+        raise malformed(field, value, f"{hidden_size}, the target's hidden_size{other}")
+    size = raw.get("draft_vocab_size")
+    size = vocab_size if size is None else size
+    if type(size) is not int or not 1 <= size <= vocab_size:
+        raise malformed("draft_vocab_size", size, f"an integer from 1 to {vocab_size}, the target's ids{other}")
+    return size
 
 
 def head_layer(raw: Mapping[str, Any]) -> ModelConfig:

@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specrs.drafters.eagle3.config import TargetFacts, parse_eagle3_config
+from specrs.drafters.eagle3.config import TargetFacts, check_fit, parse_eagle3_config
 from specrs.drafters.eagle3.reader import HeadFiles
 from specrs.errors import CheckpointError
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
+from specrs.models.config import ModelConfig
 from specrs.models.decoder_weights import DecoderFacts
 from specrs.models.errors import of_folder
+
+
+def check_head(path: str | Path, revision: str | None, target: ModelConfig) -> None:
+    """Raise CheckpointError for a head in a folder or hub id whose sizes do not fit `target`, and UnsupportedModelError
+    for an option that is not implemented. Reads its config.json; weights of a hub id are not downloaded."""
+    folder = resolve_folder(path, revision, weights=False)
+    with of_folder(folder):
+        check_fit(read_json(folder / "config.json"), target.hidden_size, target.vocab_size)
 
 
 def open_head(
