@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +15,7 @@ from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.head_check import HeadCheck
 from specrs.drafters.method import WHERE
 from specrs.errors import UnsupportedConfigError, invalid
+from specrs.models.errors import about
 
 if TYPE_CHECKING:
     from specrs.core import CpuDecoder, CpuPool
@@ -93,12 +95,28 @@ class HeadFacts:
         raise NotImplementedError
 
 
-def reject_generic_target(loading: Loading) -> None:
-    """Raise `UnsupportedConfigError` for a target that transformers' modules compute, because they give no hidden
-    states."""
+def load_head(
+    loading: Loading, of: tuple[str, ...], open_files: Callable[..., Any], **options: Any
+) -> tuple[Any, HeadFacts]:
+    """Load a drafter that reads the target's hidden states. Return its opened files, and the drafter.
+
+    `open_files` is called with the path, the target, the revision and `options`. Errors about files name the fields
+    `of` that the user set: `OF_TARGET` for a head in the target's checkpoint, else `OF_DRAFT`.
+
+    Raises `UnsupportedConfigError` for a target that transformers' modules compute, because they give no hidden states.
+    Raises `InvalidConfigError` or a subclass if a file is missing, wrong or not supported.
+    """
     if loading.generic_target:
         reason = "not implemented for a target of model_impl='transformers'; allowed: a method of another kind"
         raise invalid(UnsupportedConfigError, WHERE + "method", loading.options.method, reason)
+    with about(*of):
+        files = open_files(loading.path, loading.target, revision=loading.revision, **options)
+        return files, loading.load_head(files)
+
+
+def vocabulary_options(loading: Loading) -> dict[str, Any]:
+    """Return the arguments `size` and `counts` of `draft_ids` that the user set."""
+    return {"size": loading.options.draft_vocab_size, "counts": loading.options.draft_vocab_counts}
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import cast
 
 from specrs.core import SharedKVDrafter
 from specrs.drafters.assistant.files import open_assistant
 from specrs.drafters.assistant.weights import AssistantFacts
 from specrs.drafters.base import Declared, DraftLimits, Loading
-from specrs.drafters.hidden_state import LoadedHead, reject_generic_target
+from specrs.drafters.hidden_state import LoadedHead, load_head, vocabulary_options
 from specrs.drafters.method import WHERE, CheckpointOptions, ModelMethod
 from specrs.drafters.vocabulary import DraftVocabularyOptions
 from specrs.errors import InvalidConfigError
-from specrs.models.decoder_weights import DecoderFacts
-from specrs.models.errors import OF_DRAFT, about
+from specrs.models.errors import OF_DRAFT
 
 logger = logging.getLogger("specrs")
 
@@ -47,16 +45,7 @@ def bundled() -> str:
 def load(loading: Loading) -> LoadedAssistant:
     """Load an assistant for the target. Raises `InvalidConfigError` or a subclass if a file is missing, wrong or not
     supported."""
-    reject_generic_target(loading)
-    with about(*OF_DRAFT):
-        files = open_assistant(
-            loading.path,
-            cast("DecoderFacts", loading.target),
-            revision=loading.revision,
-            size=loading.options.draft_vocab_size,
-            counts=loading.options.draft_vocab_counts,
-        )
-        head: AssistantFacts = loading.load_head(files)
+    files, head = load_head(loading, OF_DRAFT, open_assistant, **vocabulary_options(loading))
     layers = ", ".join(map(str, files.config.sources))
     logger.info("%s: its layers attend the keys and values of the target's layers %s", loading.path, layers)
     return LoadedAssistant(head)

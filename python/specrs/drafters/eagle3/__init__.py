@@ -6,15 +6,12 @@ import itertools
 import logging
 import math
 from dataclasses import dataclass
-from typing import cast
 
 from specrs.drafters.base import Loading
 from specrs.drafters.eagle3.files import check_head, open_head
-from specrs.drafters.eagle3.weights import Eagle3Facts
-from specrs.drafters.hidden_state import LoadedHead, reject_generic_target
+from specrs.drafters.hidden_state import LoadedHead, load_head
 from specrs.drafters.method import CheckpointOptions, ModelMethod, wrong
-from specrs.models.decoder_weights import DecoderFacts
-from specrs.models.errors import OF_DRAFT, about
+from specrs.models.errors import OF_DRAFT
 from specrs.options import Integer, ListOf, Number, option
 
 logger = logging.getLogger("specrs")
@@ -56,18 +53,10 @@ def bundled() -> str:
 def load(loading: Loading) -> LoadedHead:
     """Load a head for the target. Raises `InvalidConfigError` or a subclass if a file is missing, wrong or not
     supported."""
-    reject_generic_target(loading)
-    with about(*OF_DRAFT):
-        files = open_head(
-            loading.path,
-            cast("DecoderFacts", loading.target),
-            aux_hidden_state_layer_ids=loading.options.aux_hidden_state_layer_ids,
-            rope_theta=loading.options.rope_theta,
-            revision=loading.revision,
-        )
-        head: Eagle3Facts = loading.load_head(files)
-    ids = list(head.aux_layer_ids)
-    logger.info("%s reads hidden states where they enter layers %s of the target, counted from 0", loading.path, ids)
+    ids, theta = loading.options.aux_hidden_state_layer_ids, loading.options.rope_theta
+    _, head = load_head(loading, OF_DRAFT, open_head, aux_hidden_state_layer_ids=ids, rope_theta=theta)
+    layers = list(head.aux_layer_ids)
+    logger.info("%s reads hidden states where they enter layers %s of the target, counted from 0", loading.path, layers)
     return LoadedHead(head)
 
 
