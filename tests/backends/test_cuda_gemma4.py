@@ -167,7 +167,7 @@ def test_quantized_weights(folder: Path) -> None:
     weights = QuantizedLoader(config, IntegersAtLoad(checkpoint, "int8"), torch.float32, torch.device("cpu")).load()
     experts = weights.layers[-1].experts
     assert experts is not None
-    assert experts.stacked_codes is not None
+    assert experts.stacked_quantized is not None
     assert all(isinstance(w, QuantizedWeight) for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up))
     made = CudaDecoder.allocate(weights, max_rows=16, max_seqs=4)
 

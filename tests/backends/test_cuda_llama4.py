@@ -136,7 +136,7 @@ def test_quantized_weights(tmp_path: Path) -> None:
     assert isinstance(made.layers[0].down, QuantizedWeight)
     experts = made.layers[1].experts
     assert experts is not None
-    assert experts.stacked_codes is not None
+    assert experts.stacked_quantized is not None
     assert experts.shared is not None
     assert isinstance(experts.shared.down, QuantizedWeight)
     decoder = CudaDecoder.allocate(made, max_rows=16, max_seqs=4)

@@ -146,7 +146,7 @@ def test_experts(of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     else:
         path = make_checkpoint(tmp_path / "model", "qwen3_5_moe_text", hidden=128, **EXPERTS, **SIZES)
         config, model = load(path, quantization=of)
-    assert all(layer.experts is not None and layer.experts.stacked_codes for layer in model.weights.layers)
+    assert all(layer.experts is not None and layer.experts.stacked_quantized for layer in model.weights.layers)
     assert_needed(config, memory_of(model.weights), monkeypatch)
 
 

@@ -348,8 +348,8 @@ def test_experts_of_codes(folder: Path, name: str) -> None:
     (layer,) = weights.layers
     assert layer.experts is not None
     assert layer.experts.stacked is None
-    assert layer.experts.stacked_codes is not None
-    for found, views in zip(layer.experts.stacked_codes, (layer.experts.gate_up, layer.experts.down), strict=True):
+    assert layer.experts.stacked_quantized is not None
+    for found, views in zip(layer.experts.stacked_quantized, (layer.experts.gate_up, layer.experts.down), strict=True):
         assert isinstance(found, QuantizedWeight)
         assert found.coding == EXPERTS[name]
         held = [view.codes.data_ptr() for view in views if isinstance(view, QuantizedWeight)]
@@ -384,8 +384,8 @@ def test_experts_of_codes_are_cut_for_ranks(folder: Path) -> None:
         loader = QuantizedLoader(config, checkpoint, torch.float32, torch.device("cpu"), shard)
         layer = loader.load().layers[1]
         assert layer.experts is not None
-        assert layer.experts.stacked_codes is not None
-        return [weight.dequantized() for weight in layer.experts.stacked_codes]
+        assert layer.experts.stacked_quantized is not None
+        return [weight.dequantized() for weight in layer.experts.stacked_quantized]
 
     count, (gate_up, down) = config.experts.count if config.experts else 0, experts(None)
     for rank in range(2):
@@ -426,7 +426,7 @@ def test_experts_of_several_codings_become_numbers(folder: Path) -> None:
     (layer,) = loader.load().layers
     assert isinstance(layer.qkv, QuantizedWeight)
     assert layer.experts is not None
-    assert layer.experts.stacked_codes is None
+    assert layer.experts.stacked_quantized is None
     assert layer.experts.stacked is not None
     (numbers,) = load_model(path.with_name("mixed.numbers"), dtype="float64").weights.layers
     assert numbers.experts is not None

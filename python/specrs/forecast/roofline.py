@@ -35,9 +35,9 @@ WEIGHT_BITS: Mapping[str | None, float] = {
 }
 """Bits per weight by quantization, with a GPU's scales: fp32 numbers for groups of 128 inputs in INT4 and of 32 in Q8_0
 and Q4_0. Q4_K has 20 bytes per 256 inputs."""
-_FEW, _CODED, _MLP, _LOGITS = 64, 256, 2048, 256
+_FEW, _READ_IN_PLACE, _MLP, _LOGITS = 64, 256, 2048, 256
 """Maximum number of rows: for fused products of any model (`_FEW`), for quantized weights that are read in place
-(`_CODED`), for one run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
+(`_READ_IN_PLACE`), for one run of an MLP (`_MLP`), and for one run of logits (`_LOGITS`)."""
 _ALL_ROWS = 1 << 20
 """Number of rows so large that together they choose every expert."""
 FIRST_PASS_ROWS = 2
@@ -339,7 +339,7 @@ class _Layers:
                 return replace(work, fixed_us=kernels * (PRODUCT_US + KERNEL_US))
             if rows <= _FEW:
                 moved += codes
-            elif rows <= _CODED:
+            elif rows <= _READ_IN_PLACE:
                 times = -(-rows // _FEW)
                 kernels, moved = kernels * times, moved + times * codes
             else:  # made numbers of, which are written and read

@@ -80,7 +80,7 @@ class ExpertWeights(Generic[T, W]):
     experts."""
     norms: ParallelNorms[T] | None = None
     """Norms of MLP and experts. None: the layer has experts and no MLP."""
-    stacked_codes: tuple[W, W] | None = None
+    stacked_quantized: tuple[W, W] | None = None
     """All of `gate_up` and all of `down` as two quantized weights `[experts * out, in]` over the same memory, for GPU
     kernels. None if experts are not quantized."""
 

@@ -35,7 +35,7 @@ def codings_of(layers: Sequence[TorchLayer]) -> Codings:
     found: dict[str, set[Coding | None]] = {"gate_up": set(), "down": set()}
     for layer in layers:
         if layer.experts is not None:
-            for name, weight in zip(found, layer.experts.stacked_codes or (None, None), strict=True):
+            for name, weight in zip(found, layer.experts.stacked_quantized or (None, None), strict=True):
                 found[name].add(weight.coding if isinstance(weight, QuantizedWeight) else None)
     return found
 
@@ -173,10 +173,10 @@ def _operands(w: TorchExperts, name: str) -> tuple[list[Tensor], Coding | None]:
     """Return weights, scales and biases of the product `name` of all experts, and the coding of the weights."""
     i = list(DENSE).index(name)
     biases = [] if w.stacked_biases is None else [w.stacked_biases[i]]
-    if w.stacked_codes is None:
+    if w.stacked_quantized is None:
         assert w.stacked is not None, "experts packed for a CPU"
         return [w.stacked[i], *biases], None
-    weight = w.stacked_codes[i]
+    weight = w.stacked_quantized[i]
     assert isinstance(weight, QuantizedWeight)
     codes = weight.codes.view(len(w.gate_up), -1, weight.codes.shape[1])
     return [codes, weight.scales, *biases], weight.coding

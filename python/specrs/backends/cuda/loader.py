@@ -133,7 +133,7 @@ class QuantizedLoader(Loader):
         block, (gate, up, down) = prefix + experts.block, experts.projections
         names = [f"{block}experts.{i}." for i in range(experts.count)]
         gates = [[name + gate, name + up] for name in names]
-        stacked = self._stacked_codes(gates), self._stacked_codes([[name + down] for name in names])
+        stacked = self._stacked_quantized(gates), self._stacked_quantized([[name + down] for name in names])
         if stacked[0] is None or stacked[1] is None:
             return super().experts(prefix, experts)
         self.num_codes += 3 * experts.count
@@ -146,7 +146,7 @@ class QuantizedLoader(Loader):
             router=dense_weight(self.read(f"{router}.weight"), self.read(f"{router}.bias") if experts.biases else None),
             gate_up=stacked[0].split(experts.count, None if biases is None else biases[0]),
             down=stacked[1].split(experts.count, None if biases is None else biases[1]),
-            stacked_codes=(stacked[0], stacked[1]),
+            stacked_quantized=(stacked[0], stacked[1]),
             stacked_biases=biases,
             shared=self.shared_expert(block, experts),
             scales=self.router_scales(block, experts),
@@ -160,7 +160,7 @@ class QuantizedLoader(Loader):
             return shared
         return replace(shared, gate=super().linear([f"{block}shared_expert_gate"], bias=False))
 
-    def _stacked_codes(self, names: list[list[str]]) -> QuantizedWeight | None:
+    def _stacked_quantized(self, names: list[list[str]]) -> QuantizedWeight | None:
         """Return the projections of all experts as one weight, by outputs. `names` has, for each expert, projections to
         be concatenated. None if they have to be dequantized."""
         parts = []
