@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
+from specrs.engine.weights import load_weights
 from specrs.models.lora import LoRAAdapter
 from specrs.sampling import SamplingParams
 from torch import Tensor
@@ -75,6 +77,40 @@ def make_engine(config: EngineConfig, weights: Weights, *, gpu: bool = True) -> 
     if isinstance(made.runner, CudaRunner):
         poison(made.runner)
     return made
+
+
+def drafted_config(target: Path, drafter: str | None, draft: Path | None = None, **fields: Any) -> EngineConfig:
+    """Return the `engine_config` with a method of drafting; None: no drafts. `draft` is the model of `draft_model`."""
+    if drafter is None:
+        return engine_config(target, **fields)
+    return engine_config(target, {"method": drafter} | ({} if draft is None else {"model": str(draft)}), **fields)
+
+
+class Engines:
+    """Engines of one test module. Weights are loaded once for each target and drafter, and plain texts made once."""
+
+    def __init__(
+        self, config: Callable[..., EngineConfig], prompts: list[list[int]] = PROMPTS, num_tokens: int = 5
+    ) -> None:
+        """Prepare engines of `config(*names, **fields)`. `names` decide which weights are loaded, and `fields` do not.
+        `prompts` and `num_tokens` are those of `plain`."""
+        self.config = config
+        self.weights = cache(self._weights)
+        self.plain = cache(self._plain)
+        self._prompts, self._num_tokens = prompts, num_tokens
+
+    def engine(self, *names: str | int | None, gpu: bool = True, **fields: Any) -> Engine:
+        """Return a new engine on the CUDA runner; without `gpu`, on the CPU runner."""
+        return make_engine(self.config(*names, **fields), self.weights(*names), gpu=gpu)
+
+    def _weights(self, *names: str | int | None) -> Weights:
+        """Return the weights of `names`, which all engines share."""
+        return load_weights(self.config(*names))
+
+    def _plain(self, target: str, params: SamplingParams) -> list[list[int]]:
+        """Return the texts of the CPU runner without drafts, of requests with `params`."""
+        made = self.engine(target, None, gpu=False)
+        return texts(generate(made, [params] * len(self._prompts), self._num_tokens, self._prompts))
 
 
 @torch.inference_mode()

@@ -18,8 +18,6 @@ from models.harness import Feeder
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.loader import QuantizedLoader
 from specrs.config import EngineConfig
-from specrs.engine.engine import Engine
-from specrs.engine.weights import load_weights
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
 from specrs.models.quantization.at_load import IntegersAtLoad
@@ -29,12 +27,11 @@ from torch import Tensor
 
 from backends.cuda_engines import (
     GREEDY,
-    SAMPLED,
     SETTINGS,
+    Engines,
     TextSettings,
-    engine_config,
+    drafted_config,
     generate,
-    make_engine,
     texts,
     texts_in,
 )
@@ -114,27 +111,17 @@ def paths(folder: Path) -> dict[str, Path]:
     return made
 
 
-def config_of(folder: Path, target: str, drafter: str | None, **fields: Any) -> EngineConfig:
-    speculative: dict[str, Any] | None = None if drafter is None else {"method": drafter}
-    if drafter in ("twin", "qwen3"):
-        speculative = {"method": "draft_model", "model": str(paths(folder)[drafter])}
-    return engine_config(paths(folder)[target], speculative, **({"enable_prefix_caching": True} | fields))
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> Engines:
+    """Engines of a target, which are drafted for by n-grams, by the draft model `twin` or `qwen3`, or not at all."""
 
+    def config(target: str, drafter: str | None, **fields: Any) -> EngineConfig:
+        made = paths(folder)
+        draft = None if drafter is None else made.get(drafter)
+        method = drafter if draft is None else "draft_model"
+        return drafted_config(made[target], method, draft, **({"enable_prefix_caching": True} | fields))
 
-@cache
-def weights(folder: Path, target: str, drafter: str | None) -> Any:
-    return load_weights(config_of(folder, target, drafter))
-
-
-def engine(folder: Path, target: str, drafter: str | None, *, gpu: bool = True, **fields: Any) -> Engine:
-    return make_engine(config_of(folder, target, drafter, **fields), weights(folder, target, drafter), gpu=gpu)
-
-
-@cache
-def plain(folder: Path, target: str, sampled: bool) -> list[list[int]]:
-    """Return the texts of the CPU runner without drafts."""
-    own = [SAMPLED if sampled else GREEDY] * len(PROMPTS)
-    return texts(generate(engine(folder, target, None, gpu=False), own, 5, PROMPTS))
+    return Engines(config, PROMPTS)
 
 
 @sweep(5)
@@ -144,17 +131,17 @@ def plain(folder: Path, target: str, sampled: bool) -> list[list[int]]:
     SETTINGS,
 )
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path, target: str, drafter: str | None, settings: TextSettings
+    engines: Engines, target: str, drafter: str | None, settings: TextSettings
 ) -> None:
     """Check texts against a CPU without drafts, for every drafter, preemption, batch and chunk size; prompts run in
     verification passes or in passes of their own."""
-    mine = engine(folder, target, drafter, **settings.fields)
-    assert texts_in(settings, mine, 5, PROMPTS) == plain(folder, target, settings.sampled)
+    mine = engines.engine(target, drafter, **settings.fields)
+    assert texts_in(settings, mine, 5, PROMPTS) == engines.plain(target, settings.params)
 
 
-def test_drafts_are_accepted(folder: Path) -> None:
-    mine = engine(folder, "target", "twin")
-    assert texts(generate(mine, [GREEDY] * len(PROMPTS), 5, PROMPTS)) == plain(folder, "target", sampled=False)
+def test_drafts_are_accepted(engines: Engines) -> None:
+    mine = engines.engine("target", "twin")
+    assert texts(generate(mine, [GREEDY] * len(PROMPTS), 5, PROMPTS)) == engines.plain("target", GREEDY)
     stats = mine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 

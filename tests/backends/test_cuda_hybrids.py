@@ -22,9 +22,7 @@ from specrs.backends.cuda.device import CUDA_DTYPES
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
-from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.weights import load_weights
 from specrs.errors import UnsupportedModelError
 from specrs.models.loader import load_config
 from specrs.models.short_conv import CONV, FULL
@@ -36,12 +34,12 @@ from backends.cuda_engines import (
     GREEDY,
     OWN_K,
     SETTINGS,
+    Engines,
     K,
     TextSettings,
-    engine_config,
+    drafted_config,
     generate,
     give_graphs,
-    make_engine,
     texts,
     texts_in,
 )
@@ -74,10 +72,21 @@ LONG = [PROMPTS[2][:15], [*PROMPTS[2][:15], 4, 4, 9], PROMPTS[2][:9] + PROMPTS[1
 """Prompts with common beginnings."""
 
 
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> Engines:
+    """Engines of a family, which are drafted for by n-grams, by a draft model or not at all."""
+
+    def config(family: str, drafter: str | None, **fields: Any) -> EngineConfig:
+        target, draft = paths(folder, family)
+        return drafted_config(target, drafter, draft if drafter == "draft_model" else None, **fields)
+
+    return Engines(config, PROMPTS, 7)
+
+
 @cache
-def long_texts(folder: Path, family: str) -> list[list[int]]:
+def long_texts(engines: Engines, family: str) -> list[list[int]]:
     """Return the texts of `LONG` by the CPU runner without drafts."""
-    return [texts(generate(engine(folder, family, None, gpu=False), [GREEDY], 5, [prompt]))[0] for prompt in LONG]
+    return [texts(generate(engines.engine(family, None, gpu=False), [GREEDY], 5, [prompt]))[0] for prompt in LONG]
 
 
 @pytest.mark.parametrize("name", ["hybrid", "hybrid with experts", "qwen3_next", "lfm2"])
@@ -122,29 +131,6 @@ def test_every_kernel_is_needed(folder: Path, name: str, kernel: str, monkeypatc
     assert not torch.allclose(found[1], expected[1])
 
 
-@cache
-def weights(folder: Path, family: str, drafter: str | None) -> Any:
-    return load_weights(config_of(folder, family, drafter))
-
-
-def config_of(folder: Path, family: str, drafter: str | None, **fields: Any) -> EngineConfig:
-    target, draft = paths(folder, family)
-    speculative: dict[str, Any] | None = None if drafter is None else {"method": drafter}
-    if drafter == "draft_model":
-        speculative = {"method": drafter, "model": str(draft)}
-    return engine_config(target, speculative, **fields)
-
-
-def engine(folder: Path, family: str, drafter: str | None, *, gpu: bool, **fields: Any) -> Engine:
-    return make_engine(config_of(folder, family, drafter, **fields), weights(folder, family, drafter), gpu=gpu)
-
-
-@cache
-def plain(folder: Path, family: str, params: tuple[SamplingParams, ...], num_tokens: int) -> list[list[int]]:
-    """Return the texts of the CPU runner without drafts."""
-    return texts(generate(engine(folder, family, None, gpu=False), list(params), num_tokens, PROMPTS))
-
-
 def predicting(params: SamplingParams, own: list[int]) -> SamplingParams:
     """Return `params` with a prediction: drafts are taken from the text `own`, of which one token is wrong."""
     return params.replace(prediction=(*own[:3], (own[3] + 1) % VOCAB, *own[4:]))
@@ -158,12 +144,12 @@ def predicting(params: SamplingParams, own: list[int]) -> SamplingParams:
     OWN_K,
 )
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path, family: str, drafter: str | None, settings: TextSettings, ks: list[int]
+    engines: Engines, family: str, drafter: str | None, settings: TextSettings, ks: list[int]
 ) -> None:
     """Check texts against a CPU without drafts, for every drafter, preemption, batch and chunk size; prompts run in
     verification passes or in passes of their own."""
-    mine = engine(folder, family, drafter, gpu=True, **settings.fields)
-    own, expected = [settings.params] * 3, plain(folder, family, (settings.params,) * 3, 7)
+    mine = engines.engine(family, drafter, **settings.fields)
+    own, expected = [settings.params] * 3, engines.plain(family, settings.params)
     if drafter is not None:
         own = [settings.params.replace(num_speculative_tokens=k) for k in ks]
     if drafter == "ngram":
@@ -172,10 +158,10 @@ def test_texts_are_those_of_a_cpu_without_drafts(
 
 
 @each_family
-def test_drafts_are_accepted_and_rows_are_used_again(folder: Path, family: str) -> None:
+def test_drafts_are_accepted_and_rows_are_used_again(engines: Engines, family: str) -> None:
     """Check that drafts are accepted, and that a request in a used row is not affected by the row's earlier request."""
-    mine = engine(folder, family, "ngram", gpu=True, max_num_seqs=2)
-    expected = plain(folder, family, (GREEDY,) * 3, 7)
+    mine = engines.engine(family, "ngram", max_num_seqs=2)
+    expected = engines.plain(family, GREEDY)
     for _ in range(2):
         assert texts(generate(mine, [predicting(GREEDY, own) for own in expected], 7, PROMPTS)) == expected
     stats = mine.stats()
@@ -183,20 +169,20 @@ def test_drafts_are_accepted_and_rows_are_used_again(folder: Path, family: str) 
 
 
 @each_family
-def test_a_preempted_request_begins_anew(folder: Path, family: str) -> None:
+def test_a_preempted_request_begins_anew(engines: Engines, family: str) -> None:
     """Check that a preempted request starts again. Two requests need more blocks than the pool has."""
     prompts, made = [PROMPTS[1], PROMPTS[1][::-1]], []
     for gpu in (True, False):
-        own = engine(folder, family, None, gpu=gpu, num_gpu_blocks_override=8, num_reserved_decode_tokens=0)
+        own = engines.engine(family, None, gpu=gpu, num_gpu_blocks_override=8, num_reserved_decode_tokens=0)
         made.append(texts(generate(own, [GREEDY] * 2, 14, prompts)))
         assert own.scheduler.num_preemptions > 0
     assert made[0] == made[1]
 
 
 @each_family
-def test_prompts_in_verification_passes(folder: Path, family: str) -> None:
+def test_prompts_in_verification_passes(engines: Engines, family: str) -> None:
     """Check requests that arrive one after the other, so that prompts run in verification passes."""
-    mine = engine(folder, family, "draft_model", gpu=True)
+    mine = engines.engine(family, "draft_model")
     graphs = give_graphs(mine)
     requests = []
     for i, prompt in enumerate(PROMPTS[::-1]):
@@ -207,13 +193,13 @@ def test_prompts_in_verification_passes(folder: Path, family: str) -> None:
             mine.step()
     while mine.has_unfinished():
         mine.step()
-    assert texts(requests)[::-1] == plain(folder, family, (GREEDY,) * 3, 7)
+    assert texts(requests)[::-1] == engines.plain(family, GREEDY)
     assert any(type(key).__name__ == "MergedShape" for key in graphs.replayed)
 
 
 @each_family
-def test_nan_in_a_state_ends_its_request_alone(folder: Path, family: str) -> None:
-    mine = engine(folder, family, None, gpu=True)
+def test_nan_in_a_state_ends_its_request_alone(engines: Engines, family: str) -> None:
+    mine = engines.engine(family, None)
     requests = [
         Request(i, prompt, GREEDY.replace(max_tokens=7, ignore_eos=True), seed=i) for i, prompt in enumerate(PROMPTS)
     ]
@@ -232,7 +218,7 @@ def test_nan_in_a_state_ends_its_request_alone(folder: Path, family: str) -> Non
         mine.step()
     assert "not finite" in str(requests[1].error)
     for i in (0, 2):
-        assert requests[i].output_token_ids == plain(folder, family, (GREEDY,) * 3, 7)[i]
+        assert requests[i].output_token_ids == engines.plain(family, GREEDY)[i]
 
 
 @each_family
@@ -245,7 +231,7 @@ def test_nan_in_a_state_ends_its_request_alone(folder: Path, family: str) -> Non
     st.booleans(),
 )
 def test_prefix_hits_have_the_texts_of_misses(
-    folder: Path,
+    engines: Engines,
     family: str,
     drafter: str | None,
     rounds: list[list[int]],
@@ -258,12 +244,10 @@ def test_prefix_hits_have_the_texts_of_misses(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specrs.backends.blueprint.SNAPSHOT_INTERVAL", 8)
         patch.setattr("specrs.backends.blueprint.DECODE_SNAPSHOT_INTERVAL", 4)
-        row, _ = weights(folder, family, None).target.state_bytes
-        mine = engine(
-            folder,
+        row, _ = engines.weights(family, None).target.state_bytes
+        mine = engines.engine(
             family,
             drafter,
-            gpu=True,
             max_num_batched_tokens=budget,
             enable_prefix_caching=True,
             state_cache_memory_bytes=None if slots is None else slots * row,
@@ -273,24 +257,24 @@ def test_prefix_hits_have_the_texts_of_misses(
         for order in rounds:
             prompts = [LONG[i] for i in order]
             made = texts(generate(mine, [GREEDY] * len(order), 5, prompts))
-            assert made == [long_texts(folder, family)[i] for i in order]
+            assert made == [long_texts(engines, family)[i] for i in order]
         mine.scheduler.check_integrity()
 
 
 @each_family
-def test_a_hit_begins_with_a_snapshot(folder: Path, family: str) -> None:
-    mine = engine(folder, family, "draft_model", gpu=True, enable_prefix_caching=True)
+def test_a_hit_begins_with_a_snapshot(engines: Engines, family: str) -> None:
+    mine = engines.engine(family, "draft_model", enable_prefix_caching=True)
     for _ in range(2):
-        assert texts(generate(mine, [GREEDY], 5, LONG[:1])) == long_texts(folder, family)[:1]
+        assert texts(generate(mine, [GREEDY], 5, LONG[:1])) == long_texts(engines, family)[:1]
     stats = mine.stats()
     assert stats.state_cache is not None
     assert stats.state_cache.hits == 1
     assert stats.state_cache.stored > 0
 
 
-def test_models_that_the_kernels_do_not_serve(folder: Path) -> None:
+def test_models_that_the_kernels_do_not_serve(folder: Path, engines: Engines) -> None:
     """Check that delta nets with too large heads are rejected."""
-    assert ModelSource.of_target(config_of(folder, "qwen3_5_text", None)).types(CUDA_DTYPES).dtype == "float32"
+    assert ModelSource.of_target(engines.config("qwen3_5_text", None)).types(CUDA_DTYPES).dtype == "float32"
     net = load_config(paths(folder, "qwen3_5_text")[0]).delta
     assert net is not None
     for field, own in (("linear_key_head_dim", "key_dim"), ("linear_value_head_dim", "value_dim")):

@@ -22,8 +22,6 @@ from specrs.backends.cuda.loader import QuantizedLoader
 from specrs.backends.cuda.runner import CudaRunner
 from specrs.backends.model_source import ModelSource
 from specrs.config import EngineConfig
-from specrs.engine.engine import Engine
-from specrs.engine.weights import load_weights
 from specrs.integrations import transformers
 from specrs.kernels.quantized_weight import QuantizedWeight
 from specrs.models.loader import open_checkpoint
@@ -34,13 +32,12 @@ from torch import Tensor
 
 from backends.cuda_engines import (
     GREEDY,
-    SAMPLED,
     SETTINGS,
     SMALL,
+    Engines,
     TextSettings,
-    engine_config,
+    drafted_config,
     generate,
-    make_engine,
     serve_by_cuda,
     texts,
     texts_in,
@@ -65,48 +62,35 @@ def paths(folder: Path, target: str) -> tuple[Path, Path]:
     return made, perturb_checkpoint(made, folder / f"{target} draft", noise=0.3, seed=2)
 
 
-def config_of(folder: Path, target: str, drafter: str | None, **fields: Any) -> EngineConfig:
-    model, draft = paths(folder, target)
-    speculative: dict[str, Any] | None = None if drafter is None else {"method": drafter}
-    if drafter == "draft_model":
-        speculative = {"method": drafter, "model": str(draft)}
-    return engine_config(model, speculative, **fields)
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> Engines:
+    """Engines of a target, which are drafted for by n-grams, by a noisy copy or not at all."""
 
+    def config(target: str, drafter: str | None, **fields: Any) -> EngineConfig:
+        model, draft = paths(folder, target)
+        return drafted_config(model, drafter, draft if drafter == "draft_model" else None, **fields)
 
-@cache
-def weights(folder: Path, target: str, drafter: str | None) -> Any:
-    return load_weights(config_of(folder, target, drafter))
-
-
-def engine(folder: Path, target: str, drafter: str | None, *, gpu: bool = True, **fields: Any) -> Engine:
-    return make_engine(config_of(folder, target, drafter, **fields), weights(folder, target, drafter), gpu=gpu)
-
-
-@cache
-def plain(folder: Path, target: str, sampled: bool) -> list[list[int]]:
-    """Return the texts of the CPU runner without drafts."""
-    own = [SAMPLED if sampled else GREEDY] * len(PROMPTS)
-    return texts(generate(engine(folder, target, None, gpu=False), own, 9, PROMPTS))
+    return Engines(config, PROMPTS, 9)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @sweep(6)
 @given(st.sampled_from(["draft_model", "ngram", None]), SETTINGS, st.booleans())
 def test_texts_are_those_of_a_cpu_without_drafts(
-    folder: Path, target: str, drafter: str | None, settings: TextSettings, hits: bool
+    engines: Engines, target: str, drafter: str | None, settings: TextSettings, hits: bool
 ) -> None:
     """Check texts against a CPU without drafts, for every drafter, preemption, prefix hits, batch and chunk size.
     Blocks of old chunks are freed, and what memory holds begins as NaN."""
     # Layers with chunks and the others have blocks of their own.
     fields = settings.fields | {"num_gpu_blocks_override": 2 * settings.blocks, "enable_prefix_caching": hits}
-    mine = engine(folder, target, drafter, **fields)
+    mine = engines.engine(target, drafter, **fields)
     for _ in range(1 + hits):
-        assert texts_in(settings, mine, 9, PROMPTS) == plain(folder, target, settings.sampled)
+        assert texts_in(settings, mine, 9, PROMPTS) == engines.plain(target, settings.params)
 
 
-def test_drafts_are_accepted(folder: Path) -> None:
-    mine = engine(folder, "experts", "draft_model")
-    assert texts(generate(mine, [GREEDY] * len(PROMPTS), 9, PROMPTS)) == plain(folder, "experts", sampled=False)
+def test_drafts_are_accepted(engines: Engines) -> None:
+    mine = engines.engine("experts", "draft_model")
+    assert texts(generate(mine, [GREEDY] * len(PROMPTS), 9, PROMPTS)) == engines.plain("experts", GREEDY)
     stats = mine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
@@ -148,6 +132,6 @@ def test_quantized_weights(tmp_path: Path) -> None:
     assert_near(outputs(Poisoned(decoder.weights, decoder.workspace), run), exact, own, ulps=64)
 
 
-def test_the_types_of_a_gpu(folder: Path) -> None:
+def test_the_types_of_a_gpu(engines: Engines) -> None:
     for target in TARGETS:
-        assert ModelSource.of_target(config_of(folder, target, None)).types(CUDA_DTYPES).dtype == "float32"
+        assert ModelSource.of_target(engines.config(target, None)).types(CUDA_DTYPES).dtype == "float32"

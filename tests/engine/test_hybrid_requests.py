@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from backends.cuda_engines import Engines
 from checkpoints import make_checkpoint
 from hf_reference import generate_all, load
 from hypothesis import given
 from hypothesis import strategies as st
 from mtp_reference import add_head, fit
-from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
-from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.weights import load_weights
 from specrs.sampling import SamplingParams
 from sweep import sweep
 
@@ -46,31 +44,30 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def engines(target: Path) -> Engines:
+    """Engines by dtype, quantization, method and the number of ids that it drafts. They draft at most `k` tokens."""
+
+    def config(
+        dtype: str, quantization: str | None, method: str | None, size: int | None, *, k: int = 1, **fields: Any
+    ) -> EngineConfig:
+        speculative = None if method is None else {"method": method, "num_speculative_tokens": k}
+        if speculative is not None:
+            speculative["rejection_sample_method"] = "coupled"
+            speculative |= {"draft_vocab_size": size} if "mtp" in str(method) else {"prompt_lookup_min": 1}
+        sizes: dict[str, Any] = {"max_model_len": 64, "block_size": 4} | fields
+        return EngineConfig(
+            model=str(target), dtype=dtype, quantization=quantization, speculative_config=speculative, **sizes
+        )
+
+    return Engines(config)
+
+
 @cache
-def weights(target: Path, dtype: str, quantization: str | None, method: str | None, size: int | None) -> Weights:
-    return load_weights(config(target, dtype, quantization, method, size, 1))
-
-
-def config(
-    target: Path, dtype: str, quantization: str | None, method: str | None, size: int | None, k: int, **fields: Any
-) -> EngineConfig:
-    """Return an engine's configuration. It drafts with `method`, at most `k` tokens of `size` ids; None: no drafts."""
-    speculative = None if method is None else {"method": method, "num_speculative_tokens": k}
-    if speculative is not None:
-        speculative["rejection_sample_method"] = "coupled"
-        speculative |= {"draft_vocab_size": size} if "mtp" in str(method) else {"prompt_lookup_min": 1}
-    sizes: dict[str, Any] = {"max_model_len": 64, "block_size": 4} | fields
-    return EngineConfig(
-        model=str(target), dtype=dtype, quantization=quantization, speculative_config=speculative, **sizes
-    )
-
-
-@cache
-def plain(target: Path, dtype: str, quantization: str | None) -> Engine:
+def plain(engines: Engines, dtype: str, quantization: str | None) -> Engine:
     """Return an engine without drafts and prefix cache, of one thread."""
     fields = {"max_num_seqs": 1, "threads": 1, "enable_prefix_caching": False}
-    made = config(target, dtype, quantization, None, None, 0, **fields)
-    return build_engine(made, weights(target, dtype, quantization, None, None))
+    return engines.engine(dtype, quantization, None, None, gpu=False, **fields)
 
 
 def params_of(sampled: bool, seed: int, **fields: Any) -> SamplingParams:
@@ -80,11 +77,11 @@ def params_of(sampled: bool, seed: int, **fields: Any) -> SamplingParams:
 
 @cache
 def expected(
-    target: Path, dtype: str, quantization: str | None, prompt: tuple[int, ...], sampled: bool, seed: int
+    engines: Engines, dtype: str, quantization: str | None, prompt: tuple[int, ...], sampled: bool, seed: int
 ) -> list[int]:
     """Return the text of the request alone without drafts, by the engine `plain`."""
     job = Request(0, list(prompt), params_of(sampled, seed, max_tokens=TOKENS), num_speculative_tokens=0)
-    engine = plain(target, dtype, quantization)
+    engine = plain(engines, dtype, quantization)
     engine.add_request(job)
     run(engine)
     return job.output_token_ids
@@ -117,7 +114,7 @@ REQUESTS = st.tuples(
     st.lists(REQUESTS, min_size=10, max_size=10),
 )
 def test_texts_are_those_of_requests_alone(
-    target: Path,
+    engines: Engines,
     method: str,
     dtype: str,
     quantization: str | None,
@@ -132,15 +129,15 @@ def test_texts_are_those_of_requests_alone(
 ) -> None:
     """Check texts of requests that arrive while others run: each has its own K, priority and sampling, prompts come in
     chunks and hit the prefix cache, and a pool too small for all requests preempts some."""
-    loaded = weights(target, dtype, quantization, method, size if "mtp" in method else None)
-    row = loaded.target.state_bytes[0]
+    names = (dtype, quantization, method, size if "mtp" in method else None)
+    row = engines.weights(*names).target.state_bytes[0]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("specrs.backends.blueprint.SNAPSHOT_INTERVAL", 8)
         monkeypatch.setattr("specrs.backends.blueprint.DECODE_SNAPSHOT_INTERVAL", 4)
         fields = {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "threads": threads}
         fields["num_reserved_decode_tokens"] = 0  # a full pool preempts
         fields |= {"num_gpu_blocks_override": blocks, "state_cache_memory_bytes": snapshots * row}
-        engine = build_engine(config(target, dtype, quantization, method, size, k, **fields), loaded)
+        engine = engines.engine(*names, gpu=False, k=k, **fields)
     jobs = []
     for i, (which, length, own, its_k, most, priority, sampled, steps) in enumerate(drawn):
         params = params_of(sampled, i, max_tokens=most, num_speculative_tokens=None if its_k is None else min(its_k, k))
@@ -151,5 +148,5 @@ def test_texts_are_those_of_requests_alone(
             engine.step()
     run(engine)
     for i, (job, sampled) in enumerate(jobs):
-        text = expected(target, dtype, quantization, tuple(job.prompt_token_ids), sampled, i)
+        text = expected(engines, dtype, quantization, tuple(job.prompt_token_ids), sampled, i)
         assert job.output_token_ids == text[: job.params.max_tokens]
