@@ -1,16 +1,17 @@
 """EAGLE-3 speculation of one prompt, written in plain torch from its definition. Uses no code of specrs.
 
-This module also reads the head from its folder. Nothing is cached: every draft recomputes the head's whole sequence.
-That is slow, and leaves no slot, mask or length that could be wrong. Row i of the head has position i, the target's
-hidden states of position i and the token at i + 1; its logits are for position i + 2. The hidden states are the inputs
-of the requested layers, as transformers numbers them. While drafting, a row's hidden state is the output of the row
-before.
+This module also reads the head from its folder. No state is kept: the drafts of a context, made once, recompute the
+head's whole sequence. That is slow, and leaves no slot, mask or length that could be wrong. Row i of the head has
+position i, the target's hidden states of position i and the token at i + 1; its logits are for position i + 2. The
+hidden states are the inputs of the requested layers, as transformers numbers them. While drafting, a row's hidden state
+is the output of the row before.
 """
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from hf_reference import Statistics
@@ -124,15 +125,34 @@ class Head:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+_known_drafts: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], int], list[int]]] = WeakKeyDictionary()
+
+
+def drafts_of(head: Any, entries: list[Tensor], tokens: list[int], k: int, start: int = 0) -> list[int]:
+    """Return the k drafts of `head.draft` with these arguments. Those of a context are computed once: fewer drafts are
+    the first of more."""
+    known, context = _known_drafts.setdefault(head, {}), (tuple(tokens), start)
+    if len(known.get(context, ())) < k:
+        known[context] = head.draft(entries, tokens, k, start)[0]
+    return known.get(context, [])[:k]
+
+
 @torch.inference_mode()
 def speculate(
-    target: Any, head: Head, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], statistics: Statistics
+    target: Any,
+    head: Head,
+    prompt: list[int],
+    max_new_tokens: int,
+    k: int,
+    eos: list[int],
+    statistics: Statistics,
+    start: int = 0,
 ) -> Speculation:
     """Decode one prompt greedily with speculation. Adds to `statistics` as `hf_reference.count_acceptance` does.
 
     The first token is the target's. Then each iteration with n tokens so far makes K_r = min(k, limit - n - 1) drafts.
     The target reads all of them, and the longest prefix that equals its own tokens is kept, with one more token. Drafts
-    are counted before a stop token ends the text.
+    are counted before a stop token ends the text. The head has no rows before `start`.
     """
     out, tokens, limit = Speculation(), list(prompt), len(prompt) + max_new_tokens
     statistics.per_position += [0] * (k - len(statistics.per_position))
@@ -141,7 +161,7 @@ def speculate(
     while tokens[-1] not in eos and len(tokens) < limit:
         n = len(tokens)
         k_r = min(k, limit - n - 1)
-        drafts, _ = head.draft(entries, tokens, k_r)
+        drafts = drafts_of(head, entries, tokens, k_r, start)
         logits, entries = read(target, tokens + drafts, head.layer_ids)
         best = logits[n - 1 :].argmax(dim=-1).tolist()
         accepted = next((i for i in range(k_r) if drafts[i] != best[i]), k_r)

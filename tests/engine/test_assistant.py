@@ -105,8 +105,12 @@ def engine_of(folder: Path, variant: str, kind: str, k: int | str, **fields: Any
     return engine
 
 
-def without_drafts(folder: Path, variant: str, dtype: str = "float32", **fields: Any) -> Engine:
-    made = replace(config(folder, variant, "random", 1, dtype=dtype, **fields), speculative_config=None)
+def plain_config(folder: Path, variant: str, dtype: str = "float32", **fields: Any) -> EngineConfig:
+    return replace(config(folder, variant, "random", 1, dtype=dtype, **fields), speculative_config=None)
+
+
+def without_drafts(folder: Path, variant: str, **fields: Any) -> Engine:
+    made = plain_config(folder, variant, **fields)
     return build_engine(made, load_weights(made))
 
 
@@ -174,9 +178,10 @@ def test_drafts_depend_on_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch)
 @cache
 def plain(folder: Path, variant: str, dtype: str, quantization: str | None, rule: str) -> list[list[int]]:
     """Return the tokens that native code generates after each of `PROMPTS` without drafts, one request at a time."""
-    found = []
+    made, found = plain_config(folder, variant, dtype, quantization=quantization), []
+    loaded = load_weights(made)
     for i, prompt in enumerate(PROMPTS):
-        engine = without_drafts(folder, variant, dtype, quantization=quantization)
+        engine = build_engine(made, loaded)
         found.append(job_of(i, prompt, rule, None, 0))
         engine.add_request(found[-1])
         run(engine)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_eagle3
-from eagle3_reference import Head, read, speculate
+from eagle3_reference import Head, drafts_of, read, speculate
 from hf_reference import Statistics, load
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,7 +78,7 @@ class Drafts:
                 _, entries = read(target, tokens, head.layer_ids)
                 for start, n, drafts in self.rounds.get(job.request_id, []):
                     before = [x[: n - 1] for x in entries]
-                    assert head.draft(before, tokens[:n], len(drafts), start)[0] == drafts, (job.request_id, start, n)
+                    assert drafts_of(head, before, tokens[:n], len(drafts), start) == drafts, (job.request_id, start, n)
 
     def starts(self, request_id: int) -> set[int]:
         return {start for start, _, _ in self.rounds[request_id]}

@@ -40,7 +40,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = load(path, torch.float32)
     prompts = [text[:length] for text in BEGINNINGS for length in LENGTHS]
     known = [text + more for text, more in zip(prompts, generate_all(model, prompts, TOKENS), strict=True)]
-    fit(add_head(path, seed=4), model, known, steps=60)
+    fit(add_head(path, seed=4), model, known, steps=35)
     return path
 
 

@@ -217,9 +217,10 @@ def test_the_text_of_transformers(
 def plain(folder: Path, dtype: str, quantization: str | None, rule: str) -> list[list[int]]:
     """Return the token ids that native passes generate without drafts, one request at a time."""
     found = []
+    made = replace(config(folder / "random", 1, dtype=dtype, quantization=quantization), speculative_config=None)
+    loaded = load_weights(made)
     for i, prompt in enumerate(PROMPTS):
-        made = replace(config(folder / "random", 1, dtype=dtype, quantization=quantization), speculative_config=None)
-        engine = build_engine(made, load_weights(made))
+        engine = build_engine(made, loaded)
         found.append(job_of(i, prompt, rule, None, 0))
         engine.add_request(found[-1])
         run(engine)
@@ -406,7 +407,8 @@ def test_a_target_with_experts(family: str, tmp_path: Path, monkeypatch: pytest.
     """Check a target whose MTP head has experts, too. Its drafts by torch and by native passes equal those of a plain
     script, and logits have the bits of an engine without drafts."""
     path = add_head(make_checkpoint(tmp_path / "target", family, layer_types=KINDS, layers=len(KINDS), **SHAPE), seed=4)
-    known = [generate(load(path), prompt, TOKENS) for prompt in PROMPTS]
+    model = load(path)
+    known = [generate(model, prompt, TOKENS) for prompt in PROMPTS]
     fit(path, load(path, torch.float32), [prompt + text for prompt, text in zip(PROMPTS, known, strict=True)])
     target, reference = script(path)
     for dtype, k in (("float64", 3), ("float32", 1), ("float32", 5)):
