@@ -203,7 +203,6 @@ def test_several_completions_of_a_prompt(family: str, folders: dict[str, Path]) 
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("lfm2", {"enable_lora": True}, "with enable_lora=True, a model without short convolutions"),
         ("lfm2", {"model_impl": "transformers"}, "layer_types has 'conv'"),
         ("qwen3_5_text", {"model_impl": "transformers"}, "recurrent layers"),
     ],

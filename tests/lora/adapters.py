@@ -39,7 +39,7 @@ def projections(checkpoint: Path, experts: bool = False) -> dict[str, torch.Tens
     without."""
     tensors = load_file(checkpoint / "model.safetensors")
     nets = (".in_proj_qkv", ".in_proj_z", ".in_proj_b", ".in_proj_a", ".in_proj_qkvz", ".in_proj_ba")
-    ends = tuple(f"{leaf}.weight" for leaf in ("_proj", *nets, *((".w1", ".w2", ".w3") if experts else ())))
+    ends = tuple(f"{leaf}.weight" for leaf in ("_proj", *nets, ".w1", ".w2", ".w3"))
     names = [name for name in tensors if name.endswith(ends) and "shared_expert" not in name]
     names = [name for name in names if experts or ".experts." not in name]
     return {name.removesuffix(".weight"): tensors[name] for name in names}

@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [1]},
     "qwen3_5_text": {},
     "qwen3_next": {"mlp_only_layers": [0]},
+    "lfm2": {},
 }
 SIZES: dict[str, Any] = {"hidden": 32, "head_dim": 16, "intermediate": 40, "kv_heads": 1, "vocab": 83}
 

@@ -27,6 +27,7 @@ FAMILIES = {
     "qwen3_moe": {"mlp_only_layers": [1]},
     "qwen3_5_text": {},
     "qwen3_next": {"mlp_only_layers": [0]},
+    "lfm2": {},
     "llama4_text": {"moe_layers": [0]},
 }
 

@@ -1,5 +1,5 @@
-"""LoRA adapters of models with gated delta nets: texts of the merged models on every runner, with snapshots of states;
-files with other orders of heads; and modules that are rejected."""
+"""LoRA adapters of models with gated delta nets or short convolutions: texts of the merged models on every runner, with
+snapshots of states; files with other orders of heads; and modules that are rejected."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ from .adapters import Spec, leaves_of, merge, write_adapter
 VOCAB = 61
 SIZES: dict[str, Any] = {"hidden": 32, "intermediate": 32, "kv_heads": 1, "head_dim": 16, "vocab": VOCAB}
 NET: dict[str, Any] = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+FAMILIES: dict[str, tuple[dict[str, Any], set[str], tuple[str, ...]]] = {
+    "qwen3_5_text": (
+        NET,
+        {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"},
+        ("q_proj", "o_proj", "up_proj", "down_proj"),
+    ),
+    "lfm2": (
+        {"layers": 3, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-3},
+        {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "w1", "w2", "w3"},
+        ("q_proj", "in_proj", "w1", "w2"),
+    ),
+}
+"""Fields of a family's config.json, modules that adapters may change, and modules of the second adapter."""
 GREEDY = SamplingParams(temperature=0.0)
 _random = random.Random(3)
 PROMPT = [_random.randrange(VOCAB) for _ in range(13)]
@@ -38,14 +51,14 @@ PROMPTS = [PROMPT, PROMPT, [*PROMPT[:9], 4, 4]]
 """Prompts with a common beginning."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a model and two adapters, of all modules and of attention and MLP."""
-    made = tmp_path_factory.mktemp("hybrids")
-    base = make_checkpoint(made / "0", "qwen3_5_text", seed=1, **SIZES, **NET)
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a model and two adapters, of all modules and of some."""
+    made, (fields, modules, some) = tmp_path_factory.mktemp("hybrids"), FAMILIES[request.param]
+    base = make_checkpoint(made / "0", request.param, seed=1, **SIZES, **fields)
     leaves = tuple(leaves_of(base))
-    assert {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"} < {*leaves}
-    for i, spec in enumerate((Spec(leaves, rank=6), Spec(("q_proj", "o_proj", "up_proj", "down_proj"))), 1):
+    assert modules <= {*leaves}
+    for i, spec in enumerate((Spec(leaves, rank=6), Spec(some)), 1):
         merge(base, write_adapter(made / f"adapter {i}", base, spec, seed=i), made / str(i))
     return made
 

@@ -10,7 +10,7 @@ import numpy as np
 from specrs.config import EngineConfig
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
-from specrs.models.errors import without_short_convolutions, without_states
+from specrs.models.errors import without_states
 from specrs.models.kv_dtypes import resolve_cache_dtype
 from specrs.models.loader import DeviceDtypes, is_known_family, load_config, resolve_dtype
 from specrs.models.quantization.at_load import INT4_GROUPS
@@ -83,8 +83,6 @@ class ModelSource:
         model = load_config(self.path, revision=self.revision)
         if self.is_draft:
             without_states(model, "as a draft model")
-        elif self.config.enable_lora:
-            without_short_convolutions(model, "with enable_lora=True")
         if quantization in ("int4", "q8_0", "q4_0", "q4_k"):
             _check_groups(field, quantization, self.path, model)
         dtype = resolve_dtype(self.dtype, model, dtypes)

@@ -25,13 +25,6 @@ def without_states(config: Any, where: str) -> None:
         raise unsupported("architectures", [config.architecture], f"{where}, a model whose layers have no states")
 
 
-def without_short_convolutions(config: Any, where: str) -> None:
-    """Raise UnsupportedModelError if layers of a model have short convolutions. Code that cannot run such models calls
-    this. `config` is the ModelConfig. `where` is a phrase for the message, such as "with enable_lora=True"."""
-    if config.conv is not None:
-        raise unsupported("architectures", [config.architecture], f"{where}, a model without short convolutions")
-
-
 def without_interleaved_rope(config: Any, where: str) -> None:
     """Raise UnsupportedModelError if RoPE rotates neighbouring features of a head. Code that cannot run such models
     calls this. `config` is the ModelConfig. `where` is a phrase for the message, such as "on a GPU"."""

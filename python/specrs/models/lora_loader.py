@@ -30,9 +30,10 @@ _PARTS = {
     "o_proj": "o",
     "down_proj": "down",
     **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), "qkv"),
+    "in_proj": "qkv",
     "out_proj": "o",
 }
-"""Name in `LayerWeights` of the fused matrix that holds a projection, by the projection's name in checkpoints."""
+"""Name in `LayerWeights` of the fused matrix that holds a projection, by the projection's name in `tensor_shapes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,9 @@ def _check(
     for name in entries:
         module, _, kind = name.removeprefix(_PREFIX).removesuffix(".weight").partition(".lora_")
         if not name.startswith(_PREFIX) or module not in known or kind not in ("A", "B"):
-            allowed = f"{_PREFIX}MODULE.lora_A.weight and lora_B.weight of a layer's {', '.join(_PARTS)}"
-            allowed += ", or of a single expert, but not of shared or fused experts"
+            leaves = ", ".join(dict.fromkeys(each.rpartition(".")[2] for each in known))
+            allowed = f"{_PREFIX}MODULE.lora_A.weight and lora_B.weight of a layer's {leaves}, or of a single expert"
+            allowed += ", but not of shared or fused experts"
             raise UnsupportedModelError(f"{path}: {name}: not implemented; allowed: {allowed}, as the model has them")
         if not config.has(module):
             raise CheckpointError(f"{path}: {name} is there, but adapter_config.json does not name {module}")
