@@ -74,6 +74,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA_NET | _SHARED_EXPERT,
     # An MLP whose size is not the one in config.json.
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 1.75,
+    },
 }
 """Model families whose layers have states, in the form of `FAMILIES`."""
 
@@ -238,6 +246,8 @@ def make_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + torch.randn(buffer.shape, generator=generator) * initializer_range)
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * initializer_range)
     path.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     if with_tokenizer:

@@ -26,6 +26,7 @@ FILE_NAMES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
+    "lfm2_moe": "lfm2moe",
 }
 """`general.architecture` by transformers' `model_type`, if the two differ."""
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")
@@ -40,6 +41,7 @@ ROUTERS = (
     "mlp.router",
     "block_sparse_moe.gate",
     "router.proj",
+    "feed_forward.gate",
 )
 
 
@@ -55,7 +57,7 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["norm_eps" if architecture == "lfm2" else "rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": config["norm_eps" if architecture.startswith("lfm2") else "rms_norm_eps"],
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
     if architecture not in ("granite", "phi3", "gemma4"):
@@ -90,8 +92,8 @@ def architecture_fields(config: dict[str, Any], architecture: str) -> dict[str, 
         fields |= _gemma4(config, ropes)
     if architecture in HYBRIDS:
         fields |= _hybrid(config, rope)
-    if architecture == "lfm2":
-        fields |= _lfm2(config)
+    if architecture.startswith("lfm2"):
+        fields |= _lfm2(config, architecture)
     if architecture == "granite":
         fields |= {
             "attention.scale": config["attention_multiplier"],
@@ -133,13 +135,22 @@ def _gemma4(config: dict[str, Any], ropes: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _lfm2(config: dict[str, Any]) -> dict[str, Any]:
-    multiple, heads = config["block_multiple_of"], config["num_key_value_heads"]
-    return {
+def _lfm2(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    heads = config["num_key_value_heads"]
+    fields = {
         "vocab_size": config["vocab_size"],
         "shortconv.l_cache": config["conv_L_cache"],
         "attention.head_count_kv": [heads if kind == "full_attention" else 0 for kind in config["layer_types"]],
-        "feed_forward_length": (2 * config["intermediate_size"] // 3 + multiple - 1) // multiple * multiple,
+    }
+    if architecture == "lfm2":
+        multiple = config["block_multiple_of"]
+        fields["feed_forward_length"] = (2 * config["intermediate_size"] // 3 + multiple - 1) // multiple * multiple
+        return fields
+    return fields | {
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_gating_func": 2,
+        "expert_weights_scale": config["routed_scaling_factor"],
     }
 
 
@@ -264,6 +275,8 @@ def _parts(
         yield f"{name.removesuffix('router.per_expert_scale')}experts.down_proj.scale", numbers
     elif architecture == "gemma4" and not name.endswith(".weight"):
         yield f"{name}.weight", numbers
+    elif name.endswith("expert_bias"):
+        yield f"{name}.bias", numbers
     elif architecture == "llama4" and ".experts." in name:
         halves = numbers.transpose(1, 2).chunk(2, 1) if "gate_up" in name else (numbers.transpose(1, 2),)
         for part, half in zip(("gate", "up") if "gate_up" in name else ("down",), halves, strict=True):

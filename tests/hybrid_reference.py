@@ -15,6 +15,7 @@ from specrs.models import torch_decoder
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.lfm2_moe import modeling_lfm2_moe
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -91,7 +92,8 @@ def float64() -> Iterator[None]:
     with ExitStack() as stack:
         for owner in (torch_decoder, mtp_head):
             stack.enter_context(patch.object(owner, "rms_norm", wide_norm))
-        stack.enter_context(patch.object(modeling_lfm2.Lfm2RMSNorm, "forward", _plain_norm))
+        for norm in (modeling_lfm2.Lfm2RMSNorm, modeling_lfm2_moe.Lfm2MoeRMSNorm):
+            stack.enter_context(patch.object(norm, "forward", _plain_norm))
         for name, module in MODULES.items():
             net = getattr(module, f"{name}GatedDeltaNet")
             for owner, attribute, made in (

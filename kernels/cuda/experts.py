@@ -15,6 +15,8 @@ from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
 _BLOCK = 1024
+SUM_EPS = tl.constexpr(1e-6)
+"""Number added to a sum of sigmoids before shares are divided by it, as `specrs.models.experts.SUM_EPS`."""
 
 
 @triton.jit
@@ -31,6 +33,8 @@ def route_kernel(  # type: ignore[no-untyped-def]
     ids,
     shares,
     scales,
+    bias,
+    factor,
     logits_stride,
     EXPERTS: tl.constexpr,
     EACH: tl.constexpr,
@@ -47,6 +51,8 @@ def route_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(logits + row * logits_stride + expert, mask=free, other=float("-inf"))
     if SIGMOID:
         weight = _sigmoid(x)
+        if bias is not None:
+            x = weight + tl.load(bias + expert, mask=free, other=0)
     else:
         top = tl.max(x, 0)
         weight = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
@@ -64,7 +70,8 @@ def route_kernel(  # type: ignore[no-untyped-def]
         kept = tl.where(place == j, share, kept)
         free = free & (expert != first)
     if NORMALIZE:
-        kept /= tl.sum(kept, 0)
+        kept /= tl.sum(kept, 0) + (SUM_EPS if SIGMOID else 0.0)
+    kept *= factor
     if scales is not None:
         kept *= tl.load(scales + chosen, mask=place < EACH, other=0).to(tl.float32)
     chosen = tl.where(tl.load(positions + row) >= 0, chosen, -1)
@@ -166,32 +173,37 @@ def route(
     positions: Tensor,
     ids: Tensor,
     shares: Tensor,
-    normalize: bool,
-    dependent: bool,
+    flags: list[bool],
     scales: Tensor | None = None,
-    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     """Choose the k experts with the largest logits of each row, the lowest id in a tie (Fedus et al. 2021, eq. 1).
 
     Args:
         logits: `[N, E]` fp32, contiguous rows of any stride.
         positions: `[N]` int64; a row at -1 has no experts.
-        ids: `[N, k]` int32, written: the experts by descending logit; -1: none.
-        shares: `[N, k]` fp32, written: the softmax over all E logits at each expert, or with `sigmoid` the sigmoid of
-            its logit; with `normalize`, divided by their sum.
-        normalize: divide `shares` by their sum.
-        dependent: launch dependently (see `_dependent_launch`).
+        ids: `[N, k]` int32, written: the experts by descending logit, or sum of sigmoid and bias; -1: none.
+        shares: `[N, k]` fp32, written: the softmax over all E logits at each expert, or the sigmoid of its logit;
+            perhaps divided by their sum; times `factor`.
+        flags: [divide `shares` by their sum; take sigmoids in the place of a softmax; launch dependently (see
+            `_dependent_launch`)]. The sum of sigmoids is made `SUM_EPS` larger.
         scales: `[E]`, factors of the shares of each expert, which are multiplied last; None: there are none.
-        sigmoid: take sigmoids in the place of a softmax.
+        bias: `[E]` fp32, added to sigmoids for the choice, and not to shares; None: the largest logits are chosen. Only
+            with sigmoids.
+        factor: factor of all shares.
     """
     _check_route(logits, positions, ids, shares, scales)
-    (rows, experts), each = logits.shape, ids.shape[1]
+    _check_bias(logits, flags, bias)
+    (normalize, sigmoid, dependent), (rows, experts), each = flags, logits.shape, ids.shape[1]
     route_kernel[(rows,)](
         logits,
         positions,
         ids,
         shares,
         scales,
+        bias,
+        factor,
         logits.stride(0),
         EXPERTS=experts,
         EACH=each,
@@ -210,12 +222,21 @@ def _(
     positions: Tensor,
     ids: Tensor,
     shares: Tensor,
-    normalize: bool,
-    dependent: bool,
+    flags: list[bool],
     scales: Tensor | None = None,
-    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     _check_route(logits, positions, ids, shares, scales)
+    _check_bias(logits, flags, bias)
+
+
+def _check_bias(logits: Tensor, flags: list[bool], bias: Tensor | None) -> None:
+    if bias is not None:
+        assert flags[1]
+        assert bias.shape == logits.shape[1:]
+        assert bias.dtype == torch.float32
+        assert bias.is_contiguous()
 
 
 def _check_route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, scales: Tensor | None) -> None:
@@ -339,16 +360,19 @@ def route_reference(
     positions: Tensor,
     ids: Tensor,
     shares: Tensor,
-    normalize: bool,
+    flags: list[bool],
     scales: Tensor | None = None,
-    *,
-    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     """Do what `route` does, in plain torch in float64. Rows with NaN differ."""
-    order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
-    wide = logits.double()
-    chosen = (wide.sigmoid() if sigmoid else wide.softmax(1)).gather(1, order)
-    shares.copy_(chosen / chosen.sum(1, keepdim=True) if normalize else chosen)
+    (normalize, sigmoid, _), wide = flags, logits.double()
+    weights = wide.sigmoid() if sigmoid else wide.softmax(1)
+    scores = logits if bias is None else weights + bias
+    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
+    chosen = weights.gather(1, order)
+    total = chosen.sum(1, keepdim=True) + (1e-6 if sigmoid else 0)
+    shares.copy_((chosen / total if normalize else chosen) * factor)
     if scales is not None:
         shares.mul_(scales.double()[order])
     ids.copy_(torch.where(positions[:, None] >= 0, order, -1))
@@ -380,12 +404,13 @@ def add_pairs_reference(x: Tensor, ids: Tensor, shares: Tensor | None, shared: l
 
 
 _ROUTES = (
-    # experts, experts of a row, whether they have factors, whether shares are sigmoids
-    (128, 8, False, False),
-    (8, 2, False, False),
-    (512, 10, False, False),
-    (128, 8, True, False),
-    (16, 1, False, True),
+    # experts, experts of a row, whether they have factors, whether shares are sigmoids, whether these have biases
+    (128, 8, False, False, False),
+    (8, 2, False, False, False),
+    (512, 10, False, False, False),
+    (128, 8, True, False, False),
+    (16, 1, False, True, False),
+    (32, 4, False, True, True),
 )
 _ADDITIONS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     # end of the name, operands besides the experts' outputs, experts of a row
@@ -396,15 +421,18 @@ _ADDITIONS: tuple[tuple[str, tuple[str, ...], int], ...] = (
 VARIANTS = (
     *(
         Variant(
-            f"route_{each}_of_{experts}{'_scaled' * scaled}{'_sigmoid' * sigmoid}",
+            f"route_{each}_of_{experts}{'_scaled' * scaled}{'_sigmoid' * sigmoid}{'_biased' * biased}",
             route_kernel,
             {"logits": "*fp32", "positions": "*i64", "ids": "*i32", "shares": "*fp32", "logits_stride": "i32"}
-            | ({"scales": "*bf16"} if scaled else {}),
+            | {"factor": "fp32"}
+            | ({"scales": "*bf16"} if scaled else {})
+            | ({"bias": "*fp32"} if biased else {}),
             ({} if scaled else {"scales": None})
+            | ({} if biased else {"bias": None})
             | {
                 "EXPERTS": experts,
                 "EACH": each,
-                "NORMALIZE": not sigmoid,
+                "NORMALIZE": biased or not sigmoid,
                 "SIGMOID": sigmoid,
                 "BLOCK": experts,
                 "BLOCK_EACH": triton.next_power_of_2(each),
@@ -412,7 +440,7 @@ VARIANTS = (
             },
             num_warps=1,
         )
-        for experts, each, scaled, sigmoid in _ROUTES
+        for experts, each, scaled, sigmoid, biased in _ROUTES
     ),
     Variant(
         "sort_pairs",

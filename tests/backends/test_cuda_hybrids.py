@@ -49,6 +49,7 @@ SHAPE: dict[str, Any] = {"hidden": 32, "intermediate": 32, "kv_heads": 1, "head_
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "lfm2": {"layers": 3, "layer_types": [CONV, FULL, CONV], "conv_L_cache": 4},
+    "lfm2_moe": {"layers": 3, "layer_types": [CONV, FULL, CONV], "moe_intermediate_size": 32},
 }
 """Families whose layers have states, with the fields of their small models."""
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -89,7 +90,7 @@ def long_texts(engines: Engines, family: str) -> list[list[int]]:
     return [texts(generate(engines.engine(family, None, gpu=False), [GREEDY], 5, [prompt]))[0] for prompt in LONG]
 
 
-@pytest.mark.parametrize("name", ["hybrid", "hybrid with experts", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", ["hybrid", "hybrid with experts", "qwen3_next", "lfm2", "lfm2_moe"])
 def test_prompt_chunks(folder: Path, name: str) -> None:
     """Check prompts: more than 64 rows at once next to another request's chunk, then verification, then single rows."""
 

@@ -42,6 +42,7 @@ FAMILIES = [
     "mixtral",
     "qwen3_5_moe_text",
     "lfm2",
+    "lfm2_moe",
     "llama4_text",
     "gemma4",
     "gemma4, experts",

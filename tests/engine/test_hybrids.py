@@ -24,7 +24,8 @@ from specrs.sampling import derive_seed
 VOCAB = 61
 SHAPE = {"vocab": VOCAB, "hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "eos_token_id": 0}
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-FAMILIES = {"qwen3_5_text": KINDS, "lfm2": ["conv", "conv", "full_attention", "conv"]}
+CONVS = ["conv", "conv", "full_attention", "conv"]
+FAMILIES = {"qwen3_5_text": KINDS, "lfm2": CONVS, "lfm2_moe": CONVS}
 """Kinds of layers of the targets, by family."""
 TOKENS = 14
 _random = random.Random(3)

@@ -32,7 +32,8 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-FAMILIES = {"qwen3_5_text": KINDS, "lfm2": ["conv", "conv", "full_attention", "conv"]}
+CONVS = ["conv", "conv", "full_attention", "conv"]
+FAMILIES = {"qwen3_5_text": KINDS, "lfm2": CONVS, "lfm2_moe": CONVS}
 """Kinds of layers of the targets, by family."""
 TOKENS = 14
 _random = random.Random(4)

@@ -52,6 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid with experts": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {"layer_types": [FULL, LINEAR, FULL], "layers": 3, "mlp_only_layers": [1]}),
     "lfm2": ("lfm2", {"layer_types": [CONV, FULL, CONV], "layers": 3, "conv_L_cache": 4}),
+    "lfm2_moe": ("lfm2_moe", {"layer_types": [CONV, FULL, CONV], "layers": 3}),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90
@@ -100,7 +101,7 @@ def as_on_a_gpu(model: TorchDecoder) -> TorchWeights:
                 *(dense(one, model.weights.dtype) for one in (shared.gate_up, shared.down)),
             )
         router = dense(w.router, model.weights.dtype)
-        return ExpertWeights(router, gate_up, down, stacked, both, shared, w.scales, w.norms)
+        return ExpertWeights(router, gate_up, down, stacked, both, shared, w.scales, norms=w.norms, bias=w.bias)
 
     weights = model.weights
     layers, embedding = tuple(map(layer, weights.layers)), weights.layer_embedding

@@ -313,6 +313,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                  rope_parameters={"rope_theta": 1000000.0, "rope_type": "default"})),
         354_483_968,
     ),
+    "LFM2-8B-A1B": (
+        _without_act(
+            _raw("Lfm2MoeForCausalLM", "lfm2_moe", (65536, 2048, 7168, 24, 32, 8, 128000), bos_token_id=1,
+                 conv_L_cache=3, conv_bias=False, eos_token_id=7, moe_intermediate_size=1792, norm_eps=1e-05,
+                 norm_topk_prob=True, num_dense_layers=2, num_experts=32, num_experts_per_tok=4, num_heads=32,
+                 pad_token_id=0, rope_theta=1000000.0, routed_scaling_factor=1.0, use_expert_bias=True,
+                 use_pos_enc=True, transformers_version="4.57.0.dev0",
+                 layer_types=["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)])),
+        8_339_929_856 + 22 * 32,  # biases are no parameters in transformers
+    ),
     "gpt-oss-20b": (
         {
             key: value

@@ -199,6 +199,9 @@ VALUES |= {
     "full_attn_idxs": [None, [], [0], [0, 1], [1, 7], "1"],
     "block_ff_dim": [None, 1, 17, 48],
     "block_multiple_of": [0, 1, 7],
+    "num_dense_layers": [0, 1, 3, -1, None],
+    "use_expert_bias": [True, False, 1],
+    "routed_scaling_factor": [1.0, 0.5, 0],
     "block_ffn_dim_multiplier": [None, 0.4, 2],
     "block_auto_adjust_ff_dim": [True, False, None],
     "tie_embedding": [True, False, None],
@@ -336,7 +339,7 @@ def compare(folder: Path, mutated: dict[str, Any], absent: str | None) -> bool:
         model, refusal = ours(folder)
         if model is None:
             # By the field, or by a tensor that the field asks for.
-            assert any(name in refusal for name in (*mutated, absent or ".weight", ".bias", ".weight"))
+            assert any(name in refusal for name in (*mutated, absent or ".weight", ".bias", ".weight", ".expert_bias"))
             return False
         expected = theirs(folder)
     finally:

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", None, {"moe_intermediate_size": 64}),
     "mixtral": ("mixtral", None, {}),
     "lfm2": ("lfm2", None, {"layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "lfm2moe": ("lfm2_moe", None, {"layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "llama4": (
         "llama4_text",
         None,
@@ -289,6 +290,12 @@ def test_a_file_with_an_attention_factor_of_its_own(source: Callable[[str], Path
         ),
         ("lfm2", {"attention__head_count_kv": [0, 3]}, r"head_count_kv=\[0, 3\]: not implemented.* 4 layers"),
         ("lfm2", {"shortconv__l_cache": None}, r"lfm2\.shortconv\.l_cache is missing"),
+        (
+            "lfm2moe",
+            {"expert_gating_func": None},
+            r"gating_func=None: not implemented; allowed: 2, which is the sigmoid",
+        ),
+        ("lfm2moe", {"expert_weights_norm": False}, r"expert_weights_norm=False: not implemented; allowed: True"),
         ("gpt-oss", {"feed_forward_length": 161}, r"gpt-oss\.feed_forward_length=161: not implemented; allowed: 160"),
         ("gpt-oss", {"rope__freq_base_swa": 7.0}, r"rope\.freq_base_swa=7\.0: not implemented; allowed: 500\.0"),
     ],

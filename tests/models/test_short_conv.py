@@ -227,7 +227,6 @@ def test_fields_that_win_over_others() -> None:
         ({"tie_embedding": "no"}, "tie_embedding='no'"),
         ({"norm_eps": None}, "norm_eps=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"architectures": ["Lfm2MoeForCausalLM"]}, "architectures=['Lfm2MoeForCausalLM']"),
     ],
 )
 def test_what_is_not_implemented_is_named(fields: dict[str, Any], message: str) -> None:

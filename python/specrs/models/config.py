@@ -188,6 +188,8 @@ class ModelConfig:
             router, expert = router + experts.count, expert + 2 * experts.intermediate_size + h
         if experts.scaled_router:
             router += h + experts.count
+        if experts.biased_choice:
+            router += experts.count
         shared = 0 if experts.shared is None else (3 * experts.shared + experts.shared_gate) * h
         norms = 3 * h if experts.parallel_mlp else 0
         return router + experts.expected(rows) * expert + shared + norms
@@ -314,7 +316,8 @@ def parse_config(
     facts = RopeFacts(max_positions, family.rope_theta, _rotary_dim(head_dim, factor), original, kinds)
     (theta, scaling), ropes, windows = parse_layers(raw, family, num_layers, facts, factor)
     own = family.intermediate_size if no_mlp is None else no_mlp
-    intermediate = parse_intermediate_size(raw) if family.short_conv else size(raw, family.intermediate_field, own)
+    adjusted = family.short_conv and family.experts is None
+    intermediate = parse_intermediate_size(raw) if adjusted else size(raw, family.intermediate_field, own)
     tie = "tie_embedding" if family.short_conv and "tie_embedding" in raw else "tie_word_embeddings"
     return ModelConfig(
         architecture=architecture,

@@ -78,6 +78,9 @@ class ExpertWeights(Generic[T, W]):
     scales: RouterScales[T] | None = None
     """Factors of a router that reads the residual stream. None: the router reads the same normed rows as the
     experts."""
+    bias: T | None = None
+    """Numbers added to sigmoids for the choice of experts, [experts], float32 or float64. None: the largest logits are
+    chosen."""
     norms: ParallelNorms[T] | None = None
     """Norms of MLP and experts. None: the layer has experts and no MLP."""
     stacked_quantized: tuple[W, W] | None = None

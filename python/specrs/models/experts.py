@@ -15,6 +15,10 @@ SHARED_SIZE = "shared_expert_intermediate_size"
 """Field for the intermediate size of an expert that every row uses."""
 
 
+SUM_EPS = 1e-6
+"""Number added to a sum of sigmoids before weights are divided by it, as in transformers."""
+
+
 class ClampedSwiglu(NamedTuple):
     """Parameters of the clamped SwiGLU activation (gpt-oss), `kernels.activation.clamped_swiglu`."""
 
@@ -28,7 +32,8 @@ class Experts:
     logits.
 
     Their outputs are added with weights: the softmax of the router's logits over all experts, in fp32 (Fedus et al.
-    2021, eq. 1). With `weighs_input`, an expert's input is multiplied by the sigmoid of its logit instead.
+    2021, eq. 1), or the sigmoids of the chosen logits. With `biased_choice`, each row uses the experts with the largest
+    sums of sigmoid and a bias.
     """
 
     count: int
@@ -48,8 +53,14 @@ class Experts:
     """True if router and experts have biases."""
     softmax_of_chosen: bool = False
     """True if weights are the softmax of the chosen logits only."""
+    sigmoids: bool = False
+    """True if weights are sigmoids of the chosen logits. Then `norm_topk_prob` divides by their sum plus `SUM_EPS`."""
+    biased_choice: bool = False
+    """True if a bias of each expert is added to its sigmoid for the choice, and not to its weight."""
+    factor: float = 1.0
+    """Factor of all weights, after `norm_topk_prob`."""
     weighs_input: bool = False
-    """True if weights are sigmoids of the chosen logits, and multiply the experts' inputs."""
+    """True if weights multiply the experts' inputs. False: they multiply the experts' outputs."""
     stacked: Stacked | None = None
     """Layout of tensors that hold all experts of a layer, as in `ExpertFields`. None: each expert has its own."""
     shared: int | None = None
@@ -80,6 +91,8 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
     if fields.enabled is not None and not flag(raw, fields.enabled):
         return None
     layers = _listed(raw, num_layers) if fields.listed_layers else (True,) * num_layers
+    if fields.first_dense is not None:
+        layers = _after_dense(raw, fields.first_dense, num_layers)
     if not any(layers):
         return None
     given = [name for name in EXPERT_COUNTS if raw.get(name) is not None]
@@ -111,6 +124,9 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
         router=fields.router,
         biases=fields.biases,
         softmax_of_chosen=fields.softmax_of_chosen,
+        sigmoids=fields.sigmoids,
+        biased_choice=fields.biased_choice and flag(raw, "use_expert_bias", default=True),
+        factor=number(raw, "routed_scaling_factor", 1.0) if fields.biased_choice else 1.0,
         weighs_input=fields.weighs_input,
         stacked=fields.stacked,
         shared=intermediate if fields.plain_shared else own_size,
@@ -130,6 +146,14 @@ def _listed(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     if not isinstance(given, list) or any(type(layer) is not int for layer in given):
         raise malformed("moe_layers", given, "a list of layers")
     return tuple(i in given for i in range(num_layers))
+
+
+def _after_dense(raw: Mapping[str, Any], default: int, num_layers: int) -> tuple[bool, ...]:
+    """Return whether each layer has experts: all but the first `num_dense_layers`."""
+    dense = raw.get("num_dense_layers", default)
+    if type(dense) is not int or dense < 0:
+        raise malformed("num_dense_layers", dense, "a number of layers")
+    return tuple(i >= dense for i in range(num_layers))
 
 
 def _swiglu(raw: Mapping[str, Any]) -> ClampedSwiglu:

@@ -34,6 +34,7 @@ from specrs.models.kv_dtypes import read_kv_scales
 from specrs.models.rope import Rope, frequencies
 from specrs.models.tensors import (
     EMBEDDING,
+    EXPERT_BIAS,
     EXPERT_SCALES,
     FINAL_NORM,
     LAYER_EMBEDDING,
@@ -100,6 +101,9 @@ class LayerReader(ABC, Generic[T, W]):
         experts = None
         if c.experts is not None and f"{prefix}{c.experts.block}{c.experts.router}.weight" in self.checkpoint:
             experts = self.experts(prefix, c.experts)
+            if c.experts.biased_choice:
+                bias = self.checkpoint.read(f"{prefix}{c.experts.block}{EXPERT_BIAS}", self._wide)
+                experts = replace(experts, bias=self.place(bias))
             if not c.experts.parallel_mlp:
                 return self.nothing(), self.nothing(), experts
             experts = replace(experts, norms=self.parallel_norms(prefix, c))
@@ -165,7 +169,7 @@ class LayerReader(ABC, Generic[T, W]):
 
     @property
     def _wide(self) -> np.dtype[Any]:
-        """Dtype of the weights with which states are computed."""
+        """Dtype of the weights with which states are computed, and experts chosen."""
         return FLOAT64 if self.vector_dtype == FLOAT64 else FLOAT32
 
     def qk_norm(self, attention: str, c: ModelConfig, sizes: LayerSizes) -> Array:

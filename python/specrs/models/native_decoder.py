@@ -330,6 +330,9 @@ def _mlp_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
         "down": [stored_parts(weight) for weight in layer.experts.down],
         "per_token": c.experts.per_token,
         "normalized": c.experts.norm_topk_prob,
+        "sigmoids": c.experts.sigmoids,
+        "bias": layer.experts.bias,
+        "factor": c.experts.factor,
         "weighs_input": c.experts.weighs_input,
         "shared": None
         if shared is None

@@ -44,6 +44,9 @@ class ExpertFields:
     listed_layers: bool = False
     """True if some layers have an MLP: those that are not in `moe_layers`, or all but every
     `interleave_moe_layer_step`-th."""
+    first_dense: int | None = None
+    """Value of `num_dense_layers`, the number of layers that have an MLP and come first, if the field is missing. None:
+    the field is not read."""
     router: str = "gate"
     """Name of the router."""
     biases: bool = False
@@ -53,9 +56,13 @@ class ExpertFields:
     weights."""
     clamped: bool = False
     """True if experts use the clamped SwiGLU, with `swiglu_alpha` and `swiglu_limit`."""
+    sigmoids: bool = False
+    """True if weights are the sigmoids of the chosen logits. False: a softmax."""
+    biased_choice: bool = False
+    """True if the experts with the largest sums of sigmoid and a bias are chosen, unless `use_expert_bias` is false.
+    Weights of chosen experts are then multiplied by `routed_scaling_factor`."""
     weighs_input: bool = False
-    """True if weights are the sigmoids of the chosen logits, and multiply the experts' inputs. False: they multiply
-    the experts' outputs."""
+    """True if weights multiply the experts' inputs. False: they multiply the experts' outputs."""
     stacked: Stacked | None = None
     """Layout of tensors `experts.gate_up_proj` and `experts.down_proj`, which hold all experts of a layer: see
     `models.stacked`. Except with `alternating`, a checkpoint may also have one tensor per expert and projection. None:
@@ -247,6 +254,32 @@ _QWEN3_5_EXPERTS = ExpertFields(
     stacked="halves",
     shared_intermediate_size=512,
 )
+
+_LFM2 = Family(
+    "lfm2",
+    "LFM2, LFM2.5, dense",
+    qk_norm="heads",
+    num_key_value_heads=8,
+    rope_theta=1e6,
+    eps_field="norm_eps",
+    rms_norm_eps=1e-5,
+    tied=True,
+    short_conv=True,
+    neutral=(("conv_bias", (None, False)), ("block_use_swiglu", (None, True)), ("use_pos_enc", (None, True))),
+    tensor_names=(
+        ("embedding_norm", "norm"),
+        ("operator_norm", "input_layernorm"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("self_attn.q_layernorm", "self_attn.q_norm"),
+        ("self_attn.k_layernorm", "self_attn.k_norm"),
+        ("self_attn.out_proj", "self_attn.o_proj"),
+        ("feed_forward", "mlp"),
+        ("w1", "gate_proj"),
+        ("w3", "up_proj"),
+        ("w2", "down_proj"),
+    ),
+)
+"""Dense LFM2, from which the row of its relative with experts is derived."""
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -469,27 +502,23 @@ FAMILIES: dict[str, Family] = {
         ),
         neutral=tuple(field for field in _QWEN3_5.neutral if field[0] != "mlp_only_layers"),
     ),
-    "Lfm2ForCausalLM": Family(
-        "lfm2",
-        "LFM2, LFM2.5, dense",
-        qk_norm="heads",
-        num_key_value_heads=8,
-        rope_theta=1e6,
-        eps_field="norm_eps",
-        rms_norm_eps=1e-5,
-        tied=True,
-        short_conv=True,
-        neutral=(("conv_bias", (None, False)), ("block_use_swiglu", (None, True)), ("use_pos_enc", (None, True))),
-        tensor_names=(
-            ("embedding_norm", "norm"),
-            ("operator_norm", "input_layernorm"),
-            ("ffn_norm", "post_attention_layernorm"),
-            ("self_attn.q_layernorm", "self_attn.q_norm"),
-            ("self_attn.k_layernorm", "self_attn.k_norm"),
-            ("self_attn.out_proj", "self_attn.o_proj"),
-            ("feed_forward.w1", "mlp.gate_proj"),
-            ("feed_forward.w3", "mlp.up_proj"),
-            ("feed_forward.w2", "mlp.down_proj"),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        models="LFM2, LFM2.5, experts",
+        experts=ExpertFields(
+            "num_experts",
+            32,
+            4,
+            "moe_intermediate_size",
+            1792,
+            "mlp.",
+            default_norm_topk_prob=True,
+            first_dense=2,
+            sigmoids=True,
+            biased_choice=True,
+            stacked="halves",
         ),
     ),
     "Llama4ForCausalLM": Family(
@@ -518,6 +547,7 @@ FAMILIES: dict[str, Family] = {
             "mlp.",
             listed_layers=True,
             router="router",
+            sigmoids=True,
             weighs_input=True,
             stacked="turned halves",
             plain_shared=True,

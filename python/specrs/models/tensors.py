@@ -19,6 +19,8 @@ LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 """Embeddings of single layers, `[vocab, layers * size]`."""
 ROUTER_SCALE, EXPERT_SCALES = "router.scale", "router.per_expert_scale"
 """Factors of a router's input `[hidden]` and of the weights of chosen experts `[experts]`, after `Experts.block`."""
+EXPERT_BIAS = "expert_bias"
+"""Numbers added to sigmoids for the choice of experts, `[experts]`, after `Experts.block`."""
 PARALLEL_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 """Norms of the MLP's output, of the experts' input and of their output in layers that have both."""
 
@@ -89,6 +91,8 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
                     shapes[f"{block}{name}.bias"] = shape[:1]
             if c.experts.scaled_router:
                 shapes |= {f"{block}{ROUTER_SCALE}": (h,), f"{block}{EXPERT_SCALES}": (c.experts.count,)}
+            if c.experts.biased_choice:
+                shapes[f"{block}{EXPERT_BIAS}"] = (c.experts.count,)
             if c.experts.parallel_mlp:
                 shapes |= {f"{prefix}{name}.weight": (h,) for name in PARALLEL_NORMS}
         for name, (rows, columns, bias) in _projections(c, sizes).items():

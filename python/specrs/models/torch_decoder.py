@@ -29,7 +29,7 @@ from specrs.kernels.paged_attention import (
 from specrs.kernels.rms_norm import rms_norm
 from specrs.kernels.rotary import apply_interleaved_rotary_, apply_rotary_, query_factors, rotary_cos_sin
 from specrs.models.base import HiddenStates
-from specrs.models.experts import Experts
+from specrs.models.experts import SUM_EPS, Experts
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups, kv_groups
@@ -364,9 +364,13 @@ def mixture(
     depend on the other rows. `adapters` add to the experts of layer number `layer`.
     """
     logits = weights.router.product(routed)
-    if experts.weighs_input:
-        chosen, ids = logits.topk(experts.per_token, dim=-1)
-        shares = chosen.to(torch.promote_types(x.dtype, torch.float32)).sigmoid()
+    if experts.sigmoids:
+        all_shares = logits.to(torch.promote_types(x.dtype, torch.float32)).sigmoid()
+        scores = logits if weights.bias is None else all_shares + weights.bias
+        ids = scores.topk(experts.per_token, dim=-1).indices
+        shares = all_shares.gather(-1, ids)
+        if experts.norm_topk_prob:
+            shares = shares / (shares.sum(-1, keepdim=True) + SUM_EPS)
     elif experts.softmax_of_chosen:
         chosen, ids = logits.topk(experts.per_token, dim=-1)
         shares = chosen.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -376,6 +380,8 @@ def mixture(
             shares = shares / shares.sum(-1, keepdim=True)
     if weights.scales is not None:
         shares = shares * weights.scales.experts[ids]
+    if experts.factor != 1:
+        shares = shares * experts.factor
     if experts.swiglu is not None:
         activate = partial(clamped_swiglu, **experts.swiglu._asdict())
     adapters = [own for own in adapters if own.adapter.changes_experts(layer)]

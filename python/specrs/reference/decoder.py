@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
 from specrs.arrays import FLOAT64, Array
-from specrs.models.experts import Experts
+from specrs.models.experts import SUM_EPS, Experts
 from specrs.models.loader import open_checkpoint
 from specrs.models.rope import frequencies, rope_magnitude
 from specrs.models.tensors import (
     EMBEDDING,
+    EXPERT_BIAS,
     EXPERT_SCALES,
     FINAL_NORM,
     LAYER_EMBEDDING,
@@ -187,14 +188,16 @@ class Decoder:
             scales = self._read(prefix + EXPERT_SCALES)
             routed = self._normed(residual) * self._read(prefix + ROUTER_SCALE) / math.sqrt(x.shape[1])
         logits = self._linear(routed, prefix + experts.router)
-        shares = logits.sigmoid() if experts.weighs_input else logits.softmax(1)
+        shares = logits.sigmoid() if experts.sigmoids else logits.softmax(1)
+        bias = self._read(prefix + EXPERT_BIAS) if experts.biased_choice else 0.0
+        eps = SUM_EPS if experts.sigmoids else 0.0
         gate_name, up_name, down_name = experts.projections
         rows = []
         for row, own in zip(x, shares, strict=True):
-            chosen, total = own.topk(experts.per_token).indices.tolist(), torch.zeros_like(row)
-            scale = own[chosen].sum() if experts.norm_topk_prob or experts.softmax_of_chosen else 1.0
+            chosen, total = (own + bias).topk(experts.per_token).indices.tolist(), torch.zeros_like(row)
+            scale = own[chosen].sum() + eps if experts.norm_topk_prob or experts.softmax_of_chosen else 1.0
             for expert in chosen:
-                name, weight = f"{prefix}experts.{expert}.", own[expert] / scale * scales[expert]
+                name, weight = f"{prefix}experts.{expert}.", own[expert] / scale * scales[expert] * experts.factor
                 sent, factor = (row * weight, 1.0) if experts.weighs_input else (row, weight)
                 gate, up = self._linear(sent, name + gate_name), self._linear(sent, name + up_name)
                 if experts.swiglu is None:

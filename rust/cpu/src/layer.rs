@@ -34,7 +34,7 @@ pub enum Mlp {
 /// weight.
 ///
 /// The weights are the softmax of the router's logits over all experts (Fedus et al. 2021, eq. 1), or the sigmoids of
-/// the chosen logits.
+/// the chosen logits. With `bias`, the experts with the largest sums of sigmoid and bias are chosen.
 pub struct Experts {
     /// Projection `hidden -> experts`; its rows are never rounded.
     pub router: Linear,
@@ -44,7 +44,14 @@ pub struct Experts {
     pub per_token: usize,
     /// Whether the weights of a row's experts are divided by their sum.
     pub normalized: bool,
-    /// Whether weights are sigmoids, and multiply the experts' inputs in place of their outputs.
+    /// Whether weights are sigmoids.
+    pub sigmoids: bool,
+    /// Numbers added to sigmoids for the choice of experts, and not to weights, `[experts]`; `None` if the largest
+    /// logits are chosen.
+    pub bias: Option<Values>,
+    /// Factor of the weights of all experts.
+    pub factor: f32,
+    /// Whether weights multiply the experts' inputs in place of their outputs.
     pub weighs_input: bool,
     /// Expert that every row uses in addition; `None` if there is none.
     pub shared: Option<SharedExpert>,
@@ -85,8 +92,10 @@ pub(crate) struct ExpertVectors {
     /// Weight of the norm before the router, `[hidden]`: the router's factor over the root of its length. Empty without
     /// factors.
     pub(crate) router_norm: Vec<f32>,
-    /// Factor of the weight of each chosen expert, `[experts]`; empty without factors.
+    /// Factor of the weight of each chosen expert, `[experts]`.
     pub(crate) scales: Vec<f32>,
+    /// Numbers added to sigmoids for the choice of experts, `[experts]`; empty if the largest logits are chosen.
+    pub(crate) bias: Vec<f32>,
     /// Norms of an MLP's output, of the experts' input, and of the experts' output; `None` without an MLP.
     pub(crate) norms: Option<[Vec<f32>; 3]>,
 }
@@ -138,13 +147,20 @@ impl Experts {
             gate_up.check(&format!("{name}.shared.gate_up"), 2 * sizes.shared, hidden)?;
             down.check(&format!("{name}.shared.down"), hidden, sizes.shared)?;
         }
-        let mut vectors = ExpertVectors::default();
+        let mut vectors = ExpertVectors { scales: vec![self.factor; sizes.count], ..ExpertVectors::default() };
         if let Some(RouterScales { hidden: router, experts }) = &self.scales {
             check_len(&format!("{name}.scales.hidden"), router.len(), hidden)?;
             check_len(&format!("{name}.scales.experts"), experts.len(), sizes.count)?;
             let root = (hidden as f32).sqrt();
             vectors.router_norm = router.to_f32().into_iter().map(|scale| scale / root).collect();
-            vectors.scales = experts.to_f32();
+            vectors.scales.iter_mut().zip(experts.to_f32()).for_each(|(scale, own)| *scale *= own);
+        }
+        if let Some(bias) = &self.bias {
+            if !self.sigmoids {
+                return Err(Error::invalid(format!("{name}.bias"), "numbers", "none without sigmoids"));
+            }
+            check_len(&format!("{name}.bias"), bias.len(), sizes.count)?;
+            vectors.bias = bias.to_f32();
         }
         if let Some(ParallelMlp { gate_up, down, output_norm, expert_input_norm, expert_output_norm }) = &self.mlp {
             gate_up.check(&format!("{name}.mlp.gate_up"), 2 * intermediate, hidden)?;

@@ -98,6 +98,9 @@ fn with_experts(i: usize, layer: &mut LayerWeights) {
         experts: (0..5).map(|_| (linear(n, hidden, 2 * 20), linear(n, 20, hidden))).collect(),
         per_token: 2,
         normalized: true,
+        sigmoids: false,
+        bias: None,
+        factor: 1.0,
         weighs_input: false,
         shared: None,
         scales: Some(RouterScales { hidden: draw(n, hidden, 1.0, 2.0), experts: draw(n, 5, 0.5, 1.0) }),
@@ -349,6 +352,15 @@ fn every_property_of_experts_changes_the_logits() {
     differs("factors of experts", &|e| scales(e, |own| own.experts = ones(5)));
     differs("no factors", &|e| e.scales = None);
     differs("shares", &|e| e.normalized = false);
+    differs("a factor", &|e| e.factor = 1.5);
+    differs("sigmoids", &|e| e.sigmoids = true);
+    let sigmoids = of(&kinds(), of_experts(&|e: &mut Experts| e.sigmoids = true));
+    let biased = |bias: fn() -> Values| {
+        let change = |e: &mut Experts| (e.sigmoids, e.bias) = (true, Some(bias()));
+        of(&kinds(), of_experts(&change))
+    };
+    assert_eq!(biased(|| ones(5)), sigmoids, "the same bias for all");
+    assert_ne!(biased(|| draw(&mut Numbers(3), 5, 9.0, 0.0)), sigmoids, "biases");
     differs("norm of the MLP's output", &|e| mlp(e, |own| own.output_norm = ones(40)));
     differs("norm of experts' input", &|e| mlp(e, |own| own.expert_input_norm = ones(40)));
     differs("norm of experts' output", &|e| mlp(e, |own| own.expert_output_norm = ones(40)));
@@ -387,7 +399,9 @@ fn wrong_experts_are_rejected_by_name() {
     };
     let scales = |experts: &mut Experts, change: fn(&mut RouterScales)| change(experts.scales.as_mut().unwrap());
     let mlp = |experts: &mut Experts, change: fn(&mut ParallelMlp)| change(experts.mlp.as_mut().unwrap());
-    let cases: [(ExpertsChange<'_>, &str); 7] = [
+    let cases: [(ExpertsChange<'_>, &str); 9] = [
+        (&|e| e.bias = Some(ones(5)), "layers[1].experts.bias"),
+        (&|e| (e.sigmoids, e.bias) = (true, Some(ones(4))), "layers[1].experts.bias"),
         (&|e| scales(e, |own| own.hidden = ones(39)), "layers[1].experts.scales.hidden"),
         (&|e| scales(e, |own| own.experts = ones(4)), "layers[1].experts.scales.experts"),
         (&|e| mlp(e, |own| own.output_norm = ones(41)), "layers[1].experts.mlp.output_norm"),

@@ -34,6 +34,13 @@ struct ExpertArrays<'py> {
     per_token: i64,
     normalized: bool,
     #[pyo3(default)]
+    sigmoids: bool,
+    /// Numbers added to sigmoids for the choice of experts.
+    #[pyo3(default)]
+    bias: Option<Bound<'py, PyAny>>,
+    #[pyo3(default = 1.0)]
+    factor: f32,
+    #[pyo3(default)]
     weighs_input: bool,
     #[pyo3(default)]
     shared: Option<SharedArrays<'py>>,
@@ -104,6 +111,9 @@ impl ExpertArrays<'_> {
             experts: self.gate_up.iter().zip(&self.down).enumerate().map(expert).collect::<PyResult<_>>()?,
             per_token: size(py, Class::InvalidConfig, "per_token", self.per_token)?,
             normalized: self.normalized,
+            sigmoids: self.sigmoids,
+            bias: self.bias.as_ref().map(|bias| vector("bias", bias)).transpose()?,
+            factor: self.factor,
             weighs_input: self.weighs_input,
             shared: self.shared.as_ref().map(|s| s.weights(&format!("{name}.shared"), hidden)).transpose()?,
             scales: self.scales.as_ref().map(scales).transpose()?,

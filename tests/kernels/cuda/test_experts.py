@@ -35,9 +35,12 @@ def choices(rows: int, experts: int, each: int, seed: int) -> Tensor:
     normalize=st.booleans(),
     tied=st.booleans(),
     scaled=st.booleans(),
-    sigmoid=st.booleans(),
+    routing=st.sampled_from(["softmax", "sigmoid", "biased sigmoid"]),
+    factor=st.sampled_from([1.0, 2.5]),
 )
-def test_route(rows: int, experts: int, each: int, normalize: bool, tied: bool, scaled: bool, sigmoid: bool) -> None:
+def test_route(
+    rows: int, experts: int, each: int, normalize: bool, tied: bool, scaled: bool, routing: str, factor: float
+) -> None:
     each = min(each, experts)
     logits = torch.randn(rows, experts + 3, generator=torch.Generator().manual_seed(rows * experts))[:, :experts] * 3
     if tied:
@@ -45,9 +48,11 @@ def test_route(rows: int, experts: int, each: int, normalize: bool, tied: bool, 
     positions = torch.arange(rows) - 1  # the first row is masked
     ids, shares = torch.full((rows, each), -9, dtype=torch.int32), torch.full((rows, each), torch.nan)
     scales = torch.randn(experts) if scaled else None
-    route(logits, positions, ids, shares, normalize, False, scales, sigmoid)
+    sigmoid, bias = routing != "softmax", torch.randn(experts) if routing.startswith("biased") else None
+    rules = [normalize, sigmoid, False], scales, bias, factor
+    route(logits, positions, ids, shares, *rules)
     expected = torch.empty_like(ids), torch.empty(rows, each, dtype=torch.float64)
-    route_reference(logits, positions, *expected, normalize, scales, sigmoid=sigmoid)
+    route_reference(logits, positions, *expected, *rules)
     assert torch.equal(ids, expected[0])
     torch.testing.assert_close(shares.double(), expected[1], rtol=1e-5, atol=1e-7)
 
@@ -59,12 +64,14 @@ def test_a_row_with_nan_is_sent_to_different_experts() -> None:
     logits[1, 2:] = torch.nan
     logits[2] = torch.nan
     ids, shares = torch.empty(3, 4, dtype=torch.int32), torch.empty(3, 4)
-    route(logits, torch.zeros(3, dtype=torch.int64), ids, shares, True, False)
-    for row in ids.tolist():
-        assert len(set(row)) == 4
-        assert set(row) <= set(range(6))
-    assert shares[0].isfinite().all()
-    assert shares[1:].isnan().all()
+    for bias in (None, torch.zeros(6)):
+        rules = [True, bias is not None, False], None, bias
+        route(logits, torch.zeros(3, dtype=torch.int64), ids, shares, *rules)
+        for row in ids.tolist():
+            assert len(set(row)) == 4
+            assert set(row) <= set(range(6))
+        assert shares[0].isfinite().all()
+        assert shares[1:].isnan().all()
 
 
 @settings(max_examples=15, deadline=None)

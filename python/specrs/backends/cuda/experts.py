@@ -152,8 +152,8 @@ def mixture(
     pairs, activated, made = [b.pairs[:count], b.starts], b.activated[:count], b.made[:count]
     clamp = [] if c.experts.swiglu is None else list(c.experts.swiglu)
     scales = None if w.scales is None else w.scales.experts
-    weighs_input = c.experts.weighs_input
-    route(b.logits[:rows], positions, ids, shares, c.experts.norm_topk_prob, dependent, scales, weighs_input)
+    weighs_input, routing = c.experts.weighs_input, [c.experts.norm_topk_prob, c.experts.sigmoids, dependent]
+    route(b.logits[:rows], positions, ids, shares, routing, scales, w.bias, c.experts.factor)
     sort_pairs(ids, pairs[0], b.starts, dependent)
     sent = x, each
     if weighs_input:

@@ -60,6 +60,7 @@ ARCHITECTURES = {
     "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", mlp_norm="post_attention_norm", delta_net="turned"),
     "qwen3next": Architecture("Qwen3NextForCausalLM", mlp_norm="post_attention_norm", delta_net="by key head"),
     "lfm2": Architecture("Lfm2ForCausalLM", final_norm="token_embd_norm"),
+    "lfm2moe": Architecture("Lfm2MoeForCausalLM", final_norm="token_embd_norm"),
     "gpt-oss": Architecture("GptOssForCausalLM", mlp_norm="post_attention_norm", window_period=2),
 }
 """Architectures by `general.architecture`. A pattern of windows in the file takes precedence over `window_period`."""

@@ -11,6 +11,7 @@ from specrs.models.experts import SHARED_SIZE
 from specrs.models.gguf.architectures import Architecture, architecture_of
 from specrs.models.gguf.fields import Fields
 from specrs.models.gguf.file import GGUFFile
+from specrs.models.gguf.names import EXPERT_BIASES
 from specrs.models.gguf.rope import rope_object
 from specrs.models.gguf.types import PLAIN
 from specrs.models.gguf.vocabulary import end_ids
@@ -217,17 +218,32 @@ def _experts(values: Fields, fields: ExpertFields | None) -> dict[str, Any]:
     if fields.enabled is not None:
         return raw | {fields.enabled: True, fields.intermediate_size: values.size("expert_feed_forward_length")}
     if fields.intermediate_size != "intermediate_size":
-        # Files of such a family have no layer with an MLP, and weights of chosen experts add up to 1.
+        # In files of such a family, weights of chosen experts add up to 1. Without an MLP's size, no layer has an MLP.
         size = values.size("expert_feed_forward_length")
         raw |= {"norm_topk_prob": True, "intermediate_size": values.size("feed_forward_length", size)}
         if fields.shared_intermediate_size is not None:
             raw[SHARED_SIZE] = values.size("expert_shared_feed_forward_length", size)
             if values.get("expert_shared_count", 1) != 1:
                 raise values.unsupported("expert_shared_count", "1")
+        if fields.first_dense is not None:
+            raw |= _lfm2_experts(values)
         return raw | {fields.intermediate_size: size}
     of = "expert_feed_forward_length" if "expert_feed_forward_length" in values else "feed_forward_length"
     values.check_equal("feed_forward_length", values.size(of))
     return raw | {"intermediate_size": values.size(of)}
+
+
+def _lfm2_experts(values: Fields) -> dict[str, Any]:
+    """Return the fields of config.json for the routing of LFM2's experts, and for the layers that have them. Raises
+    UnsupportedModelError for routers that do not take the sigmoid."""
+    if values.get("expert_gating_func", 0) != _SIGMOID:
+        raise values.unsupported("expert_gating_func", f"{_SIGMOID}, which is the sigmoid")
+    scale = values.get("expert_weights_scale", 0.0)
+    return {
+        "num_dense_layers": values.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": 1.0 if scale == 0.0 else scale,
+        "use_expert_bias": any(name.endswith(f".{EXPERT_BIASES}") for name in values.file.tensors),
+    }
 
 
 def _llama4(values: Fields, family: Family) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from specrs.models.delta_net import DeltaNet
 from specrs.models.gguf.architectures import Architecture
 from specrs.models.gguf.file import GGUFFile
 from specrs.models.gguf.rope import FACTORS, LONG_FACTORS
-from specrs.models.tensors import EXPERT_SCALES, PARALLEL_NORMS, ROUTER_SCALE, norm_names
+from specrs.models.tensors import EXPERT_BIAS, EXPERT_SCALES, PARALLEL_NORMS, ROUTER_SCALE, norm_names
 from specrs.models.wrappers import HEAD
 
 _TOP = {"token_embd": "model.embed_tokens", "output": "lm_head"}
@@ -64,6 +64,8 @@ _SHARED_EXPERT = {
     "ffn_gate_inp_shexp": "shared_expert_gate",
 }
 """Tensors of an expert that every row uses, after the block of experts, by their names in GGUF files."""
+EXPERT_BIASES = "exp_probs_b.bias"
+"""Numbers added to sigmoids for the choice of experts, `[experts]`."""
 _SINKS = "attn_sinks.weight"
 _DELTA_NET = {
     "attn_qkv.weight": "in_proj_qkv.weight",
@@ -159,6 +161,8 @@ def _of_layer(
             yield f"linear_attn.{own}", Place(name, (len(part), *shape[1:]), rows=part) if fits else Place(name, shape)
     elif c.experts is not None and c.experts.scaled_router and leaf in _ROUTER_SCALES:
         yield f"{c.experts.block}{_ROUTER_SCALES[leaf]}", Place(name, shape)
+    elif c.experts is not None and c.experts.biased_choice and leaf == EXPERT_BIASES:
+        yield f"{c.experts.block}{EXPERT_BIAS}", Place(name, shape)
     elif c.experts is not None and stem in _EXPERTS:
         projection = c.experts.projections[_EXPERTS.index(stem)]
         for expert in range(shape[0]):

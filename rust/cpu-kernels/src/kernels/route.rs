@@ -4,6 +4,9 @@ use super::exp::exp;
 use super::sigmoid;
 use crate::isa::{Kernel, LANES, Simd, Vector};
 
+/// Number added to the sum of sigmoids before weights are divided by it, as in transformers.
+const SUM_EPS: f32 = 1e-6;
+
 /// Chooses the experts with the largest logits, the first of equal ones, and their weights: the softmax over all
 /// logits, or the sigmoids of the chosen ones.
 pub struct Route<'a> {
@@ -13,6 +16,9 @@ pub struct Route<'a> {
     pub normalized: bool,
     /// Whether weights are sigmoids.
     pub sigmoids: bool,
+    /// Numbers that are added to sigmoids for the choice, and not to weights, `[experts]`. If empty, the largest logits
+    /// are chosen. Only with `sigmoids`.
+    pub bias: &'a [f32],
     /// Chosen experts, `[per_token]`, distinct for any logits.
     pub chosen: &'a mut [usize],
     /// Weights of the experts in `chosen`, `[per_token]`.
@@ -24,9 +30,14 @@ impl Kernel for Route<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        let biased = !self.bias.is_empty();
+        if biased {
+            self.logits.iter_mut().for_each(|x| *x = sigmoid(*x));
+        }
+        let score = |id: usize| if biased { self.logits[id] + self.bias[id] } else { self.logits[id] };
         let mut len = 0;
-        for (id, x) in self.logits.iter().enumerate() {
-            let at = self.chosen[..len].iter().position(|&other| *x > self.logits[other]).unwrap_or(len);
+        for id in 0..self.logits.len() {
+            let at = self.chosen[..len].iter().position(|&other| score(id) > score(other)).unwrap_or(len);
             if at < self.chosen.len() {
                 len = (len + 1).min(self.chosen.len());
                 self.chosen.copy_within(at..len - 1, at + 1);
@@ -35,7 +46,11 @@ impl Kernel for Route<'_> {
         }
         if self.sigmoids {
             for (share, &id) in self.shares.iter_mut().zip(self.chosen.iter()) {
-                *share = sigmoid(self.logits[id]);
+                *share = if biased { self.logits[id] } else { sigmoid(self.logits[id]) };
+            }
+            if self.normalized {
+                let sum = self.shares.iter().sum::<f32>() + SUM_EPS;
+                self.shares.iter_mut().for_each(|share| *share /= sum);
             }
             return;
         }

@@ -5,8 +5,15 @@ use specrs_cpu_kernels::{Isa, Route, Sigmoid};
 /// Returns `e^x / (1 + e^x)` and `1 / (1 + e^x)` for x < 0: the weights of two experts.
 fn weights(isa: Isa, x: f32) -> [f32; 2] {
     let (mut chosen, mut shares) = ([9; 2], [f32::NAN; 2]);
-    Route { logits: &mut [x, 0.0], normalized: false, sigmoids: false, chosen: &mut chosen, shares: &mut shares }
-        .run(isa);
+    Route {
+        logits: &mut [x, 0.0],
+        normalized: false,
+        sigmoids: false,
+        bias: &[],
+        chosen: &mut chosen,
+        shares: &mut shares,
+    }
+    .run(isa);
     assert_eq!(chosen, [1, 0]);
     [shares[1], shares[0]]
 }

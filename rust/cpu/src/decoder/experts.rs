@@ -5,7 +5,7 @@
 use super::products::{Fed, FedRoom};
 use super::scratch::{Buffers, Mixture, Private};
 use super::{Activations, CHUNK, Context};
-use crate::layer::{Experts, Layer, SharedExpert};
+use crate::layer::{ExpertVectors, Experts, Layer, SharedExpert};
 use crate::lora::Projection;
 use specrs_cpu_kernels::{Columns, ColumnsMut, LANES, RmsNorm, Route, Vector, sigmoid};
 
@@ -41,7 +41,7 @@ impl Context<'_> {
                 }
             });
         }
-        self.route(experts, &layer.expert_vectors.scales, mixture);
+        self.route(experts, &layer.expert_vectors, mixture);
         let Mixture { starts, rows: sent, weights, act, .. } = mixture;
         let (starts, sent, weights) = (&starts[..], &sent[..starts[sizes.count]], &weights[..]);
         let vectors = sizes.intermediate.div_ceil(LANES);
@@ -218,8 +218,9 @@ impl Context<'_> {
         }
     }
 
-    /// Assigns each row that is not masked to its experts, whose weights are multiplied by `scales` unless that is empty.
-    fn route(&self, experts: &Experts, scales: &[f32], mixture: &mut Mixture) {
+    /// Assigns each row that is not masked to its experts, by the layer's biases, and multiplies the experts' weights by
+    /// its factors.
+    fn route(&self, experts: &Experts, ExpertVectors { scales, bias, .. }: &ExpertVectors, mixture: &mut Mixture) {
         let (count, per_token) = (experts.experts.len(), experts.per_token);
         let Mixture { logits, chosen, shares, starts, rows, weights, .. } = mixture;
         starts.fill(0);
@@ -229,7 +230,8 @@ impl Context<'_> {
             Route {
                 logits: &mut logits[row * count..(row + 1) * count],
                 normalized: experts.normalized,
-                sigmoids: experts.weighs_input,
+                sigmoids: experts.sigmoids,
+                bias,
                 chosen: &mut chosen[of.clone()],
                 shares: &mut shares[of.clone()],
             }
@@ -243,8 +245,7 @@ impl Context<'_> {
         for row in (0..self.rows()).filter(|&row| !masked(row)) {
             for at in row * per_token..(row + 1) * per_token {
                 let place = &mut starts[chosen[at]];
-                let scale = scales.get(chosen[at]).copied().unwrap_or(1.0);
-                (rows[*place], weights[*place]) = (row, shares[at] * scale);
+                (rows[*place], weights[*place]) = (row, shares[at] * scales[chosen[at]]);
                 *place += 1;
             }
         }
