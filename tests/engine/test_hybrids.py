@@ -17,7 +17,7 @@ from hybrid_reference import float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs import LLM, SamplingParams
-from specrs.errors import InvalidConfigError, UnsupportedConfigError, UnsupportedModelError
+from specrs.errors import InvalidConfigError, UnsupportedModelError
 from specrs.models.torch_loader import load_model
 from specrs.sampling import derive_seed
 
@@ -213,12 +213,6 @@ def test_combinations_that_are_not_implemented(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         LLM(model=str(folders[family] / "target"), **options)
-
-
-def test_ranks_of_short_convolutions_are_rejected(folders: dict[str, Path]) -> None:
-    message = "tensor_parallel_size=2: not implemented for a model with short convolutions"
-    with pytest.raises(UnsupportedConfigError, match=message):
-        LLM(model=str(folders["lfm2"] / "target"), tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,5 +1,5 @@
-"""The CUDA pass of models with gated delta nets that is divided among ranks, with interpreted kernels: logits, states,
-quantized weights, and the texts of engines with snapshots and MTP heads."""
+"""The CUDA pass of models with gated delta nets or short convolutions that is divided among ranks, with interpreted
+kernels: logits, states, quantized weights, and the texts of engines with snapshots and MTP heads."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kernels.cuda.tolerance import assert_near
 from models.cuda_models import as_on_a_gpu
 from models.harness import Feeder
 from mtp_reference import add_head, fit
+from specrs.backends.cuda.conv_states import ConvStates
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.drafters.head import HeadPasses
 from specrs.backends.cuda.loader import QuantizedLoader
@@ -48,17 +49,20 @@ pytestmark = pytest.mark.usefixtures("one_kernel_at_a_time")
 VOCAB, K, SLOT = 61, 3, 2
 SHAPE: dict[str, Any] = {"vocab": VOCAB, "hidden": 32, "intermediate": 32, "kv_heads": 2, "group": 1, "head_dim": 16}
 NET: dict[str, Any] = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+CONVS = {"layer_types": ["conv", "full_attention"]}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5": ("qwen3_5_text", {"linear_num_value_heads": 6}),
     "Qwen3.5, experts, one KV head": ("qwen3_5_moe_text", {"kv_heads": 1, "group": 2}),
     "Qwen3-Next": ("qwen3_next", {"mlp_only_layers": [0]}),
+    "LFM2": ("lfm2", CONVS),
+    "LFM2, experts": ("lfm2_moe", CONVS | {"num_dense_layers": 0, "conv_L_cache": 4}),
 }
 
 
 def feed(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Feed a prompt in two chunks with a snapshot in the first, drafts of which one is accepted, the text after them,
-    and the text from the snapshot again. Return all logits, and the base states of the delta nets before and after the
-    snapshot was restored."""
+    and the text from the snapshot again. Return all logits, and the base states before and after the snapshot was
+    restored."""
     draw = random.Random(0)
     ids = [draw.randrange(VOCAB) for _ in range(26)]
     feeder, states = Feeder(model, num_requests=2), None
@@ -74,11 +78,19 @@ def feed(model: Any) -> tuple[Tensor, Tensor, Tensor]:
         feeder.feed({0: [(ids[12], 12), (ids[13], 13), (7, 14), (8, 15)]}),
         feeder.feed({0: [(ids[p], p) for p in range(14, 17)]}),
     ]
-    bases = [torch.empty(0) if states is None else states.bases[:, 0].clone()]
+    bases = [torch.empty(0) if states is None else base_of(states)]
     (feeder.cache.states if states is None else states).restore(0, SLOT)
     found.append(feeder.feed({0: [(ids[p], p) for p in range(6, 26)]}, prompts=True))
-    bases.append(torch.empty(0) if states is None else states.bases[:, 0].clone())
+    bases.append(torch.empty(0) if states is None else base_of(states))
     return torch.cat(found), *bases
+
+
+def base_of(states: NetStates[Any]) -> Tensor:
+    """Return a copy of the base states of row 0, `[layers, heads or channels, ..]`."""
+    if isinstance(states, ConvStates):
+        return states.inputs[:, 0, : states.kept_inputs.shape[2]].transpose(1, 2).clone()
+    bases: Tensor = states.bases[:, 0]
+    return bases.clone()
 
 
 def plan_snapshot(states: NetStates[Any], length: int) -> None:
@@ -95,8 +107,8 @@ def allocate(weights: Any, ranks: Ranks | None) -> CudaDecoder:
 
 
 def check_parts(work: Callable[[Ranks], tuple[Tensor, Tensor, Tensor]], exact: Tensor, own: Tensor) -> None:
-    """Check that all of two ranks have the same logits, near those of the whole model, and that each has its heads'
-    states."""
+    """Check that all of two ranks have the same logits, near those of the whole model, and that each has its part
+    of the states."""
     one, other = on_ranks(2, work)
     assert_near(one[0], exact, own, ulps=16)
     assert torch.equal(one[0], other[0])
@@ -153,6 +165,7 @@ PROMPTS += [[*PROMPTS[1][:12], 4, 9]]
 CASES: dict[str, dict[str, Any]] = {
     "earlier texts": {"method": "suffix"},
     "the head": {"method": "mtp", "draft_vocab_size": 40},
+    "short convolutions": {"method": "suffix"},
     "the head in parts, experts": {"method": "mtp", "draft_tensor_parallel_size": 2},
 }
 
@@ -167,18 +180,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         add_head(make_checkpoint(made / name, family, seed=1, **sizes), seed=4)
         target = load_reference(made / name, torch.float32)
         fit(made / name, target, [prompt + continued(target, prompt, 8) for prompt in PROMPTS], steps=16)
+    make_checkpoint(made / "short convolutions", "lfm2_moe", seed=1, layers=2, **(SHAPE | CONVS))
     return made
 
 
 def config_of(folder: Path, case: str, **fields: Any) -> EngineConfig:
     own = {"num_speculative_tokens": K, "rejection_sample_method": "coupled"} | CASES[case]
-    steps = {"max_steps_in_flight": 1 if case == "earlier texts" else 2}
+    steps = {"max_steps_in_flight": 1 if own["method"] == "suffix" else 2}
     speculative = {"speculative_config": own}
     return EngineConfig(model=str(target_of(folder, case)), dtype="float32", **(SMALL | speculative | steps | fields))
 
 
 def target_of(folder: Path, case: str) -> Path:
-    return folder / ("experts" if "experts" in case else "target")
+    return folder / (case if case == "short convolutions" else "experts" if "experts" in case else "target")
 
 
 @cache
@@ -207,7 +221,8 @@ def test_texts_are_those_of_a_cpu(case: str, folder: Path, monkeypatch: pytest.M
         assert isinstance(runner, CudaRunner)
         assert isinstance(runner.ctx.target, CudaDecoder)
         assert runner.ctx.target.states is not None
-        assert runner.ctx.target.states.bases.shape[2] == 2, "half of the value heads"
+        half = 16 if case == "short convolutions" else 2
+        assert base_of(runner.ctx.target.states).shape[1] == half, "half of the value heads, or of the channels"
         if "head" in case:
             assert isinstance(runner.ctx.drafter, HeadPasses)
         assert texts(engine) == expected

@@ -1,5 +1,5 @@
-"""Models with gated delta nets that are divided among ranks: logits, states and texts of one process, with snapshots,
-preemption and drafts."""
+"""Models with gated delta nets or short convolutions that are divided among ranks: logits, states and texts of one
+process, with snapshots, preemption and drafts."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ VOCAB, TOKENS = 61, 11
 SHAPE: dict[str, Any] = {"vocab": VOCAB, "hidden": 48, "intermediate": 48, "kv_heads": 2, "group": 1, "head_dim": 16}
 KINDS = ["linear_attention", "linear_attention", "full_attention"]
 THREE = {"linear_num_key_heads": 3, "linear_num_value_heads": 9, "kv_heads": 1, "group": 3}
+CONVS = {"layer_types": ["conv", "full_attention", "conv"]}
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "Qwen3.5": ("qwen3_5_text", 2, {}),
     "Qwen3.5, three value heads each": ("qwen3_5_text", 3, THREE),
@@ -47,8 +48,14 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         {"group": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     ),
+    "LFM2": ("lfm2", 2, CONVS),
+    "LFM2, experts, on three ranks": (
+        "lfm2_moe",
+        3,
+        CONVS | {"kv_heads": 1, "group": 3, "moe_intermediate_size": 33, "conv_L_cache": 4},
+    ),
 }
-FILES = ("Qwen3.5", "Qwen3.5, three value heads each", "Qwen3-Next")
+FILES = ("Qwen3.5", "Qwen3.5, three value heads each", "Qwen3-Next", "LFM2", "LFM2, experts, on three ranks")
 """Variants that are also read from GGUF files, whose delta nets have other orders of heads."""
 
 
@@ -61,7 +68,7 @@ def wide() -> Iterator[None]:
 
 def make(path: Path, variant: str, **fields: Any) -> Path:
     family, _, own = VARIANTS[variant]
-    return make_checkpoint(path, family, seed=5, layers=3, layer_types=KINDS, **(SHAPE | own | fields))
+    return make_checkpoint(path, family, seed=5, layers=3, **({"layer_types": KINDS} | SHAPE | own | fields))
 
 
 def feed(model: Model) -> Tensor:
@@ -118,6 +125,7 @@ def test_a_rank_holds_its_part(variant: str, tmp_path: Path) -> None:
     [
         ("Qwen3.5", {"kv_heads": 4}, 4, "linear_num_key_heads=2"),
         ("Qwen3.5", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}, 4, "num_attention_heads=2"),
+        ("LFM2", {"hidden": 50, "kv_heads": 4}, 4, "hidden_size=50"),
         ("Qwen3.5", {"kv_heads": 3, "group": 2}, 2, "num_key_value_heads=3"),
         (
             "Qwen3.5, experts",
@@ -221,6 +229,24 @@ def test_text_is_that_of_one_process(drafter: str, folder: Path, monkeypatch: py
     assert stats.num_preemptions > 0
     assert cached[2] > 2 * cached[1] > 0
     assert drafter == "none" or stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("variant", ["LFM2", "LFM2, experts, on three ranks"])
+def test_texts_of_short_convolutions(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check texts with drafts, in chunks, with prefix hits, and in a pool too small for all requests."""
+    monkeypatch.setattr("specrs.backends.blueprint.SNAPSHOT_INTERVAL", 8)
+    monkeypatch.setattr("specrs.backends.blueprint.DECODE_SNAPSHOT_INTERVAL", 4)
+    make(tmp_path / "target", variant)
+    small = {"num_gpu_blocks_override": 14, "num_reserved_decode_tokens": 0}
+    given = settings(tmp_path, DRAFTERS["earlier texts"], **small)
+    with engine_on_threads(EngineConfig.from_kwargs(tensor_parallel_size=VARIANTS[variant][1], **given)) as engine:
+        llm = LLM.from_engine(engine)
+        check_texts(llm, tmp_path)
+        check_texts(llm, tmp_path)
+        stats = llm.stats()
+    assert stats.accepted_tokens > 0
+    assert stats.num_preemptions > 0
+    assert stats.num_cached_tokens > 0
 
 
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if "the head" in name])

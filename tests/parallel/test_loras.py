@@ -55,6 +55,8 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "three ranks, one KV head": ("qwen3", 3, {"kv_heads": 1, "group": 3}),
     "delta nets": ("qwen3_5_text", 2, {"group": 1}),
     "delta nets, q, k, v and z by head": ("qwen3_next", 2, {"group": 1, "mlp_only_layers": [0, 1]}),
+    "short convolutions": ("lfm2", 2, {}),
+    "short convolutions, experts": ("lfm2_moe", 3, {"kv_heads": 1, "group": 3, "moe_intermediate_size": 24}),
     "MLP in one layer, experts in another": ("qwen3_moe", 2, {"mlp_only_layers": [0], "moe_intermediate_size": 24}),
 }
 
@@ -214,7 +216,12 @@ class ApartExchanges(HostExchanges):
 @pytest.mark.usefixtures("one_kernel_at_a_time")
 @pytest.mark.parametrize(
     ("family", "length", "fields"),
-    [("qwen3", 3, {}), ("gemma3_text", 67, {"kv_heads": 1, "group": 2}), ("qwen3_5_text", 3, {"group": 1})],
+    [
+        ("qwen3", 3, {}),
+        ("gemma3_text", 67, {"kv_heads": 1, "group": 2}),
+        ("qwen3_5_text", 3, {"group": 1}),
+        ("lfm2", 3, {}),
+    ],
 )
 def test_logits_by_the_cuda_pass(family: str, length: int, fields: dict[str, Any], tmp_path: Path) -> None:
     """Check passes of few rows and of many against the whole model in float64."""

@@ -164,8 +164,8 @@ class LayerWeights(Generic[T, W]):
     delta: DeltaWeights[T] | None = None
     """Weights of the gated delta net that replaces attention. None: the layer has none."""
     conv: T | None = None
-    """Weights of the short convolution that replaces attention, [kernel, hidden], float32 or float64; the last row is
-    for the row's own input. None: the layer has none."""
+    """Weights of the short convolution that replaces attention, [kernel, channels], float32 or float64; the last row
+    is for the row's own input. None: the layer has none."""
     addition: AdditionWeights[T, W] | None = None
     """Weights with which the layer adds its embedding of the row's token. None: it adds none."""
     scalar: float = 1.0

@@ -14,6 +14,7 @@ from torch import Tensor
 from specrs.models.config import ModelConfig
 from specrs.models.lora import LoRAAdapter, LoRAPart
 from specrs.models.lora_loader import places
+from specrs.models.registry import common_name
 from specrs.models.shards import Cut, Cuts, Shard
 
 
@@ -25,7 +26,7 @@ class AdapterCuts:
         cuts, own = Cuts(config, shard), places(shard.of_config(config), experts=True)
         self._cuts = {
             (place.layer, place.projection, place.first): (
-                cuts.of(f"{module}.weight", (place.outputs, place.inputs)),
+                cuts.of(common_name(config.architecture, f"{module}.weight"), (place.outputs, place.inputs)),
                 own[module].first,
             )
             for module, place in places(config, experts=True).items()

@@ -625,16 +625,23 @@ def renamed(folder: Path, names: Mapping[str, str], architectures: object) -> di
 
     Raises CheckpointError if two tensors would have the same name.
     """
-    pairs = family_of(architectures)[1].tensor_names if is_known(architectures) else ()
+    architecture = family_of(architectures)[0] if is_known(architectures) else None
     made: dict[str, str] = {}
     for name, file in names.items():
-        own = f".{name}"
-        for theirs, ours in pairs:
-            own = own.replace(f".{theirs}.", f".{ours}.")
-        if own[1:] in made:
-            raise CheckpointError(f"{folder}: {made[own[1:]]} and {file} are the same tensor; remove one")
-        made[own[1:]] = file
+        own = name if architecture is None else common_name(architecture, name)
+        if own in made:
+            raise CheckpointError(f"{folder}: {made[own]} and {file} are the same tensor; remove one")
+        made[own] = file
     return made
+
+
+def common_name(architecture: str, name: str) -> str:
+    """Return the name in other families of the tensor `name` of a checkpoint of `architecture`: see
+    `Family.tensor_names`."""
+    own = f".{name}"
+    for theirs, ours in FAMILIES[architecture].tensor_names:
+        own = own.replace(f".{theirs}.", f".{ours}.")
+    return own[1:]
 
 
 def stored_name(architecture: str, name: str) -> str:

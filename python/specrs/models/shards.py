@@ -2,7 +2,8 @@
 
 Attention is split by heads, and an MLP or expert by its intermediate features. Projections into them are split by rows,
 projections out of them by columns, so a layer has two sums over ranks (Shoeybi et al. 2019). If there are fewer KV
-heads than ranks, several ranks hold the same head. A gated delta net is split by key heads, each with its value heads.
+heads than ranks, several ranks hold the same head. A gated delta net is split by key heads, each with its value heads,
+and a short convolution by channels.
 The vocabulary is split by rows into parts of equal size; the last part is padded with rows of zeros. Every rank holds
 all norms, the experts' router and the gate of a shared expert.
 """
@@ -34,12 +35,14 @@ class Shard:
     def of_config(self, c: ModelConfig) -> ModelConfig:
         """Return `c` with this rank's number of heads and intermediate size. Hidden size and vocabulary size stay those
         of the whole model."""
-        experts, delta, size = c.experts, c.delta, self.size
+        experts, delta, conv, size = c.experts, c.delta, c.conv, self.size
         if experts is not None:
             shared = None if experts.shared is None else experts.shared // size
             experts = replace(experts, intermediate_size=experts.intermediate_size // size, shared=shared)
         if delta is not None:
             delta = replace(delta, key_heads=delta.key_heads // size, value_heads=delta.value_heads // size)
+        if conv is not None:
+            conv = replace(conv, channels=conv.channels // size)
         return replace(
             c,
             num_heads=c.num_heads // size,
@@ -47,6 +50,7 @@ class Shard:
             intermediate_size=c.intermediate_size // size,
             experts=experts,
             delta=delta,
+            conv=conv,
         )
 
     def kv_heads(self, c: ModelConfig) -> tuple[int, int]:
@@ -72,9 +76,6 @@ def check_gpu_parts(c: ModelConfig, field: str, size: int) -> None:
 
 def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
     """Raise UnsupportedConfigError, which names `field`, if `size` ranks cannot split the model in `source`."""
-    if c.conv is not None:
-        reason = f"not implemented for a model with short convolutions, as in {source}; allowed: 1"
-        raise invalid(UnsupportedConfigError, field, size, reason)
     if c.varied:
         reason = f"not implemented for a model whose layers have different sizes, as in {source}; allowed: 1"
         raise invalid(UnsupportedConfigError, field, size, reason)
@@ -88,6 +89,8 @@ def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
     if c.delta is not None:
         # Its value heads are a multiple of these.
         sizes["linear_num_key_heads"] = c.delta.key_heads
+    if c.conv is not None:
+        sizes["hidden_size"] = c.conv.channels
     for name, value in sizes.items():
         if value % size:
             raise invalid(UnsupportedConfigError, field, size, f"{source} has {name}={value}; allowed: its divisors")
@@ -170,6 +173,8 @@ class Cuts:
             # Rows are ordered by head, but two tensors have q of all heads, then k, then v.
             self._by_leaf |= dict.fromkeys(state_inputs(c.delta), self._even)
             self._by_leaf |= {"in_proj_qkv": self._net_qkv, "conv1d": self._net_qkv, "out_proj": self._net_columns}
+        if c.conv is not None:
+            self._by_leaf |= {"in_proj": self._thirds, "conv": self._even, "out_proj": self._columns}
 
     def of(self, name: str, shape: tuple[int, ...]) -> Cut | None:
         """Return the part of the tensor `name`, which has `shape`. None: the rank holds all of it."""
@@ -210,6 +215,11 @@ class Cuts:
         assert d is not None
         keys = d.key_heads * d.key_dim
         return Cut((self._even_rows(0, keys), self._even_rows(keys, keys), self._even_rows(2 * keys, d.inner)))
+
+    def _thirds(self, shape: tuple[int, ...], kind: str) -> Cut:
+        """Return this rank's share of the rows of a short convolution's B, C and x, of all channels each."""
+        size = shape[0] // 3
+        return Cut(tuple(self._even_rows(first, size) for first in (0, size, 2 * size)))
 
     def _net_columns(self, shape: tuple[int, ...], kind: str) -> Cut:
         """Return this rank's columns of a delta net's output projection, in the order of its value heads."""

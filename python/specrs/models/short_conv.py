@@ -22,7 +22,7 @@ class ShortConv:
     """
 
     channels: int
-    """Number of channels, each with a filter of its own: `hidden_size`."""
+    """Number of channels, each with a filter of its own: `hidden_size`, or a tensor parallel rank's part of it."""
     kernel: int
     """Number of positions that the convolution reads, including the row's own."""
     layers: tuple[bool, ...]
