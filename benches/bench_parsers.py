@@ -73,6 +73,8 @@ CALLS = {
     ),
     "mistral": f"[TOOL_CALLS]{NAME}[ARGS]{JSON}",
     "openai": f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>{JSON}<|call|>",
+    "lfm2": f"<|tool_call_start|>[{NAME}({', '.join(f'{key}={value!r}' for key, value in ARGUMENTS.items())})]"
+    "<|tool_call_end|>",
     "pythonic": f"[{NAME}({', '.join(f'{key}={value!r}' for key, value in ARGUMENTS.items())})]",
     "qwen3_coder": tagged(
         f"<tool_call>\n<function={NAME}>", "<parameter=", ">\n", "\n</parameter>", "</function>\n</tool_call>"

@@ -179,8 +179,8 @@ def test_near_names_are_known_and_the_same_name_is_first(name: str, known: list[
         (
             ["serve", "--tool-call-parser", "hermse"],
             "--tool-call-parser='hermse': must be one of auto, deepseek_v3, deepseek_v31, gemma4, glm45, glm47, "
-            "harmony, hermes, kimi_k2, llama3_json, minimax_m2, mistral, openai, pythonic, qwen3_coder, step3; did you "
-            "mean hermes?",
+            "harmony, hermes, kimi_k2, lfm2, llama3_json, minimax_m2, mistral, openai, pythonic, qwen3_coder, step3; "
+            "did you mean hermes?",
         ),
         (["generate", "--prompt", "x", "--model", "/nowhere/at all"], "/nowhere/at all"),
         (["generate", "--prompt", ""], "prompt"),

@@ -24,6 +24,7 @@ MARKS = {
     "hermes": "<tool_call>",
     "llama3_json": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
+    "lfm2": "<|tool_call_start|>",
     "pythonic": "<|python_end|>",
     "qwen3_coder": "<tool_call>",
 }

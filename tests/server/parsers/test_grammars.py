@@ -116,6 +116,7 @@ BEGINNINGS = {
     "hermes": "<tool_call>",
     "llama3_json": '{"name": "weather", "parameters"',
     "mistral": "[TOOL_CALLS]",
+    "lfm2": "<|tool_call_start|>",
     "pythonic": "[weather(",
     "qwen3_coder": "<tool_call>",
 }
@@ -176,6 +177,7 @@ WRITTEN = {
     "llama3_json": '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}; {"name": "now", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome", "days": 2}}, '
     '{"name": "now", "arguments": {}}]',
+    "lfm2": '<|tool_call_start|>[weather(city="Rome", days=2), now()]<|tool_call_end|>',
     "pythonic": '[weather(city="Rome", days=2), now()]',
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
@@ -284,6 +286,7 @@ def test_a_mark_that_is_a_special_token_is_written_as_one(parser: str) -> None:
     [
         *(
             ("pythonic", "get-time", "a"),
+            ("lfm2", "get-time", "a"),
             ("pythonic", "f", "a-b"),
             ("pythonic", "f", "class"),
             ("qwen3_coder", "f", "a>b"),

@@ -114,6 +114,7 @@ QWEN = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
         ("mistral", f"[TOOL_CALLS][TOOL_CALLS][{HERMES}]"),
         ("mistral", f"[TOOL_CALLS] [TOOL_CALLS]weather{ROME}"),
         ("pythonic", '<|python_start|><|python_start|>[weather(city="Rome")]<|python_end|><|python_end|>'),
+        ("lfm2", '<|tool_call_start|>\n<|tool_call_start|>[weather(city="Rome")]<|tool_call_end|><|tool_call_end|>'),
         ("qwen3_coder", f"<tool_call>\n<tool_call>\n{QWEN}\n</tool_call>"),
         ("glm45", f"<tool_call>\n<tool_call>{GLM}</tool_call>"),
         ("kimi_k2", f"<|tool_calls_section_begin|><|tool_calls_section_begin|>\n{KIMI}<|tool_calls_section_end|>"),
@@ -143,10 +144,22 @@ def test_a_tag_that_is_written_twice_counts_once(parser: str, text: str) -> None
         ("kimi_k2", KIMI.replace("<|tool_call_end|>", "} }")),
         ("deepseek_v31", f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ROME}}}<｜tool▁call▁end｜>"),
         ("pythonic", '<|python_start|>[weather(city="Rome")<|python_end|>'),
+        ("lfm2", '<|tool_call_start|>[weather(city="Rome")<|tool_call_end|>'),
     ],
 )
 def test_a_brace_too_few_or_too_many_leaves_no_mark_in_the_content(parser: str, text: str) -> None:
     assert read_alike(parser, text) == Read("", [CALL])
+
+
+@pytest.mark.parametrize(("parser", "mark"), [("pythonic", "python"), ("lfm2", "tool_call")])
+def test_a_list_without_its_bracket_ends_at_the_mark(parser: str, mark: str) -> None:
+    start, end = f"<|{mark}_start|>", f"<|{mark}_end|>"
+    assert read_alike(parser, f'{start}[weather(city="Rome"){end}\nIt is <warm>.') == Read("\nIt is <warm>.", [CALL])
+    broken = f'{start}[weather(city="Rome"{end}\nIt is warm.'
+    assert read_alike(parser, broken) == Read(broken)
+    if parser == "lfm2":
+        text = f'{start}[weather(city="Rome"){end}{start}[weather(city="Rome")]{end}'
+        assert read_alike(parser, text) == Read("", [CALL, CALL])
 
 
 def test_arguments_without_their_braces_end_where_the_tag_begins() -> None:

@@ -87,6 +87,7 @@ def test_every_parser_reads_a_call_of_a_bad_schema(name: str, parameters: dict[s
         "step3": '<steptml:invoke name="f"><steptml:parameter name="a">x</steptml:parameter></steptml:invoke>',
         "llama3_json": '{"name": "f", "parameters": {"a": "x"}}',
         "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": "x"}}]',
+        "lfm2": '<|tool_call_start|>[f(a="x")]<|tool_call_end|>',
         "pythonic": '[f(a="x")]',
         "qwen3_coder": "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>",
     }

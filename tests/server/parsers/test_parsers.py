@@ -157,11 +157,12 @@ FORMATS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "openai": ("openai", as_harmony),
     "openai, roles": ("openai", as_harmony_roles),
     "pythonic": ("pythonic", as_pythonic),
+    "lfm2": ("lfm2", lambda made: f"<|tool_call_start|>{as_pythonic(made)}<|tool_call_end|>"),
     "pythonic with tags": ("pythonic", lambda made: f"<|python_start|>{as_pythonic(made)}<|python_end|>"),
 }
 BEHIND_TEXT = (
     *("deepseek_v3", "deepseek_v31", "gemma4", "gemma4 in JSON", "hermes", "kimi_k2", "llama3_json with a tag"),
-    *("mistral, a list", "mistral, names", "openai"),
+    *("mistral, a list", "mistral, names", "openai", "lfm2"),
 )
 
 
@@ -350,9 +351,10 @@ PARTS = [
     *("<｜tool_call_end｜>", "<｜tool_calls_end｜>", "<|channel|>", "final", "analysis", "commentary to=functions.f"),
     *("<|constrain|>json", "<|message|>", "<|end|>", "<|call|>", "<|start|>", "assistant", "to=functions.f"),
     *('{"name": "f", "arguments": {', '{"name": "f", "parameters": "{}"}', "f(a=1)", "<", "[T"),
+    *("<|tool_call_start|>", "[f(a=1)", "[f(a='x')]", ", g(b=[", "<|tool_call_sta"),
 ]
 KEEPS_ALL = ("deepseek_v3", "deepseek_v31", "gemma4", "glm45", "hermes", "kimi_k2", "llama3_json", "minimax_m2")
-KEEPS_ALL += ("pythonic", "qwen3_coder", "step3")
+KEEPS_ALL += ("lfm2", "pythonic", "qwen3_coder", "step3")
 anything = st.lists(st.sampled_from(PARTS), max_size=14).map("".join)
 
 
@@ -400,6 +402,11 @@ def test_text_without_calls_is_unchanged(name: str, text: str, places: list[int]
         ("openai", "to= is no header"),
         ("step3", "<｜tool_calls_begin｜> function"),
         ("hermes", '<tool_call>{"arguments": {"a": 1}}'),
+        ("lfm2", "[f(a=1)]"),
+        ("lfm2", "<|tool_call_start|> is a mark"),
+        ("lfm2", "So: <|tool_call_start|>[1], as they say<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(a=open('x'))]<|tool_call_end|>\nDone."),
+        ("lfm2", "no call<|tool_call_end|>"),
         ("llama3_json", '{"a": 1} is JSON, too'),
         ("llama3_json", "<|python_tag|>print(1)"),
         ("mistral", "[TOOL_CALLS]"),
@@ -512,6 +519,9 @@ def test_messages_of_gpt_oss() -> None:
         ("{{ name + '<｜tool▁sep｜>' }}", "deepseek_v31"),
         ("<|start|>assistant<|channel|>final<|message|>", "openai"),
         ("[TOOL_CALLS]{{ calls }}", "mistral"),
+        ("<|im_start|>system\nList of tools: <|tool_list_start|>[{{ tools }}]<|tool_list_end|>", "lfm2"),
+        ("<|im_start|>system\nList of tools: [{{ tools }}]", "lfm2"),
+        ("List of tools: [{{ tools }}]", None),
         ("{{ messages }}", None),
     ],
 )
@@ -525,6 +535,22 @@ def test_every_parser_is_shown_by_the_calls_that_it_reads() -> None:
     for name, write in (FORMATS | TAGGED).values():
         assert parser_shown_by(templates.get(name) or f"<tools>{write(made)}") == name
     assert {name for name, _ in (FORMATS | TAGGED).values()} == TOOL_PARSERS.keys()
+
+
+def test_lists_of_lfm2() -> None:
+    """Check several lists, text between them, and arguments of each type."""
+    text = (
+        'I look. <|tool_call_start|>[f(a="]<|tool_call_end|>", b=[1, {"c": [None, -2.5]}], d=True), g()]'
+        "<|tool_call_end|>\nAnd: <|tool_call_start|> [f(a='<|tool_call_start|>')]<|tool_call_end|> Done."
+    )
+    arguments = {"a": "]<|tool_call_end|>", "b": [1, {"c": [None, -2.5]}], "d": True}
+    whole = read(TOOL_PARSERS["lfm2"](), [*text])
+    assert [(name, json.loads(own)) for name, own in whole.calls] == [
+        ("f", arguments),
+        ("g", {}),
+        ("f", {"a": "<|tool_call_start|>"}),
+    ]
+    assert whole.content == "I look.\nAnd: Done."
 
 
 def test_ids_of_calls() -> None:

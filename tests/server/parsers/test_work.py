@@ -86,6 +86,7 @@ def test_a_long_value_of_json_is_read_once(form: str, value: list[str], looked_a
         ("minimax_m2", '<invoke name="f"><parameter name="' + '"a' * (LENGTH // 2)),
         ("mistral", "[TOOL_CALLS]" + "a" * LENGTH),
         ("openai", "<|channel|>" + "<a " * (LENGTH // 3)),
+        ("lfm2", "<|tool_call_start|>[" + "[1, " * (LENGTH // 4)),
         ("pythonic", "[" + "[1, " * (LENGTH // 4)),
         ("qwen3_coder", "<tool_call>" + "\n" * LENGTH),
         ("qwen3_coder", "<function=" + "a" * LENGTH),
@@ -119,7 +120,7 @@ def test_ordinary_text_takes_no_step(name: str, monkeypatch: pytest.MonkeyPatch)
     assert parser.feed(" a fine") == [kind(" a fine")]
 
 
-AT_ONCE = ("mistral, a list", "pythonic", "pythonic with tags")
+AT_ONCE = ("mistral, a list", "lfm2", "pythonic", "pythonic with tags")
 """Forms whose arguments are reported all at once: the name follows them, or they are not JSON."""
 
 

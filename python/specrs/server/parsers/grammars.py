@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from specrs.server.parsers import deepseek_v3, gemma4, harmony, hermes, kimi_k2, llama3_json, mistral, pythonic
+from specrs.server.parsers import deepseek_v3, gemma4, harmony, hermes, kimi_k2, llama3_json, mistral
 from specrs.server.parsers.alternatives import alternatives, lengths_of, named_types, types_of, words_of
 from specrs.server.parsers.base import Function
 from specrs.server.parsers.deepseek_v3 import DeepSeekV3Parser, DeepSeekV31Parser
@@ -22,6 +22,7 @@ from specrs.server.parsers.glm45 import GLM45Parser
 from specrs.server.parsers.kimi_k2 import KimiK2Parser
 from specrs.server.parsers.marked_calls import Marks
 from specrs.server.parsers.minimax_m2 import MiniMaxM2Parser
+from specrs.server.parsers.pythonic import LFM2Parser, PythonicParser
 from specrs.server.parsers.qwen3_coder import Qwen3CoderParser
 from specrs.server.parsers.references import additional_schema, property_schema
 from specrs.server.parsers.step3 import Step3Parser
@@ -146,7 +147,24 @@ def _mistral(rules: CallRules) -> None:
 
 
 def _pythonic(rules: CallRules) -> None:
-    calls = []
+    firsts = _python_calls(rules)
+    if firsts:
+        rules.openings += [("[", first) for first in firsts]
+        rules.openings.append((PythonicParser.start,))
+        start, end = rules.optional_mark(PythonicParser.start), rules.optional_mark(PythonicParser.end)
+        rules.rule("calls", f'{start} "[" listed "]" {end}')
+
+
+def _lfm2(rules: CallRules) -> None:
+    if _python_calls(rules):
+        rules.openings.append((LFM2Parser.start,))
+        rules.rule("calls", f'{rules.mark(LFM2Parser.start)} "[" listed "]" {rules.mark(LFM2Parser.end)}')
+
+
+def _python_calls(rules: CallRules) -> list[str]:
+    """Add the rule `listed` for calls in a Python list. Return what each function's call begins with; nothing if no
+    function has a call."""
+    calls, firsts = [], []
     for number, function in enumerate(rules.functions):
         properties = _properties(rules, function)
         if properties is None:
@@ -170,13 +188,11 @@ def _pythonic(rules: CallRules) -> None:
         rules.rule(f"{after}{last}", '")"')
         # one terminal: a line may not end before the bracket
         calls.append(f"{quoted(function.name + '(')} {first}0")
-        rules.openings.append(("[", function.name + "("))
+        firsts.append(function.name + "(")
     if calls:
-        rules.openings.append((pythonic.START,))
         rules.rule("call", *calls)
         rules.several("listed", "call", '","')
-        start, end = rules.optional_mark(pythonic.START), rules.optional_mark(pythonic.END)
-        rules.rule("calls", f'{start} "[" listed "]" {end}')
+    return firsts
 
 
 def _tagged(tags: Tags, rules: CallRules, *, joint: bool = False) -> None:
@@ -330,6 +346,7 @@ CALL_GRAMMARS: dict[str, Callable[[CallRules], None]] = {
     "glm45": partial(_tagged, GLM45Parser.tags),
     "hermes": _hermes,
     "kimi_k2": _kimi_k2,
+    "lfm2": _lfm2,
     "llama3_json": _llama3_json,
     "minimax_m2": partial(_tagged, MiniMaxM2Parser.tags, joint=True),
     "mistral": _mistral,

@@ -15,7 +15,7 @@ from specrs.server.parsers.kimi_k2 import KimiK2Parser
 from specrs.server.parsers.llama3_json import Llama3JSONParser
 from specrs.server.parsers.minimax_m2 import MiniMaxM2Parser
 from specrs.server.parsers.mistral import MistralParser
-from specrs.server.parsers.pythonic import PythonicParser
+from specrs.server.parsers.pythonic import LFM2Parser, PythonicParser
 from specrs.server.parsers.qwen3_coder import Qwen3CoderParser
 from specrs.server.parsers.reasoning import MARKS, MarkedReasoning, ReasoningParser
 from specrs.server.parsers.step3 import Step3Parser
@@ -29,6 +29,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "glm45": GLM45Parser,
     "hermes": HermesParser,
     "kimi_k2": KimiK2Parser,
+    "lfm2": LFM2Parser,
     "llama3_json": Llama3JSONParser,
     "minimax_m2": MiniMaxM2Parser,
     "mistral": MistralParser,
@@ -55,6 +56,9 @@ _SHOWN_BY = (
     (("<arg_key>",), "glm45"),
     (("<tool_call>",), "hermes"),
     (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("List of tools: ", "<|im_start|>"), "lfm2"),
     (("<|python_start|>",), "pythonic"),
     (("[func_name1(",), "pythonic"),
     (("<|python_tag|>",), "llama3_json"),
