@@ -221,9 +221,21 @@ def test_fields_that_win_over_others() -> None:
         ({"block_use_swiglu": False}, "block_use_swiglu=False"),
         ({"use_pos_enc": False}, "use_pos_enc=False"),
         ({"block_ff_dim": None}, "block_ff_dim=None"),
-        ({"block_ff_dim": 1}, "block_ff_dim=0: must be an integer of at least 1"),
+        ({"block_ff_dim": 1}, "block_ff_dim=1: must be at least 2, because the MLP has two thirds of it"),
+        (
+            {"block_ff_dim": 2**30, "block_multiple_of": 2**30 + 1, "block_ffn_dim_multiplier": 3.0},
+            "block_multiple_of=1073741825: must be a number to whose multiple 2147483646 is",
+        ),
         ({"block_multiple_of": 0}, "block_multiple_of=0"),
         ({"block_ffn_dim_multiplier": 0}, "block_ffn_dim_multiplier=0"),
+        *(
+            (
+                {"block_ffn_dim_multiplier": factor},
+                f"block_ffn_dim_multiplier={factor}: must be a number whose product with two thirds of "
+                "intermediate_size=96 is from 1 to 2147483647",
+            )
+            for factor in (0.01, 1e9, 1e308)
+        ),
         ({"tie_embedding": "no"}, "tie_embedding='no'"),
         ({"norm_eps": None}, "norm_eps=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specrs.models.errors import malformed, unsupported
-from specrs.models.values import flag, number, size
+from specrs.models.values import MAX_SIZE, flag, number, size
 
 CONV, FULL = "conv", "full_attention"
 
@@ -99,5 +99,14 @@ def parse_intermediate_size(raw: Mapping[str, Any]) -> int:
     if not flag(raw, "block_auto_adjust_ff_dim", default=True):
         return given
     # In floats, as transformers computes it.
-    adjusted = -(-int(factor * int(2 * given / 3)) // multiple) * multiple
-    return size({field: adjusted}, field)
+    thirds = int(2 * given / 3)
+    if thirds == 0:
+        raise malformed(field, given, "at least 2, because the MLP has two thirds of it")
+    if not 1 <= factor * thirds <= MAX_SIZE:
+        allowed = f"a number whose product with two thirds of {field}={given} is from 1 to {MAX_SIZE}"
+        raise malformed("block_ffn_dim_multiplier", raw["block_ffn_dim_multiplier"], allowed)
+    adjusted = -(-int(factor * thirds) // multiple) * multiple
+    if adjusted > MAX_SIZE:
+        allowed = f"a number to whose multiple {int(factor * thirds)} is rounded up, at most {MAX_SIZE}"
+        raise malformed("block_multiple_of", multiple, allowed)
+    return adjusted
