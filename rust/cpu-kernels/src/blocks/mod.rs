@@ -10,7 +10,7 @@ pub(crate) use types::{BLOCK, Format, Minima, SUPER, Scales};
 
 use crate::error::{Error, Result};
 use crate::isa::LANES;
-use crate::memory::{Line, from_f16};
+use crate::memory::{Line, Pages, from_f16};
 
 /// A matrix `[outputs, inputs]` of integers with scales. Together they are exactly the weights of the file.
 ///
@@ -27,13 +27,13 @@ pub struct Packed {
     outputs: usize,
     inputs: usize,
     /// Quantized weights (codes), `[strips, blocks, lines of a block]`.
-    codes: Vec<Line>,
+    codes: Pages<Line>,
     /// Bits of 16-bit scales and minima, `[strips, scales, halves of a scale, 16]`; there is a scale for every `1 <<
     /// shift` blocks.
-    halves: Vec<u16>,
+    halves: Pages<u16>,
     /// Eight-bit scales and minima. With [`Scales::Sub`] `[strips, blocks, 1 or 2 with minima, groups of a block, 16]`;
     /// with [`Minima::Zeros`] `[strips, scales, 16]`.
-    subs: Vec<i8>,
+    subs: Pages<i8>,
     /// Index of the input at each place of an output's codes, `[inputs]`; `None` if inputs are in their own order.
     order: Option<Box<[u32]>>,
 }

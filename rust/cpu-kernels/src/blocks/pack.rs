@@ -4,7 +4,7 @@ use super::types::Block;
 use super::{BLOCK, BlockType, Format, Minima, Packed, Scales};
 use crate::error::{Error, Result, check_len};
 use crate::isa::LANES;
-use crate::memory::{Bf16, Line, from_f16, to_f16, zeroed_lines};
+use crate::memory::{Bf16, Line, Pages, from_f16, to_f16};
 use crate::quantize::check_groups;
 
 /// Memory of a strip that is being filled.
@@ -124,9 +124,9 @@ impl Packed {
             format,
             outputs,
             inputs,
-            codes: zeroed_lines(strips * blocks * format.lines()),
-            halves: vec![0; scales * format.halves_per_scale()],
-            subs: vec![0; scales * format.subs_per_scale()],
+            codes: Pages::zeroed(strips * blocks * format.lines()),
+            halves: Pages::zeroed(scales * format.halves_per_scale()),
+            subs: Pages::zeroed(scales * format.subs_per_scale()),
             order: None,
         }
     }

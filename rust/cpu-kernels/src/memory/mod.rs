@@ -10,7 +10,7 @@ mod vectors;
 
 pub use fp8::{E4m3, E5m2};
 pub(crate) use fp16::{from_f16, to_f16};
-pub(crate) use lines::{Line, zeroed_lines};
+pub(crate) use lines::{Line, Pages};
 pub use split::{Columns, ColumnsMut, MAX_PARTS, Planes, PlanesMut};
 pub(crate) use vectors::LINE_BYTES;
 pub use vectors::Vectors;
@@ -56,6 +56,9 @@ impl Plain for f32 {}
 impl Plain for Bf16 {}
 impl Plain for E4m3 {}
 impl Plain for E5m2 {}
+impl Plain for u16 {}
+impl Plain for i8 {}
+impl Plain for Line {}
 
 /// Returns the bytes of numbers.
 pub fn bytes_of<T: Plain>(numbers: &[T]) -> &[u8] {

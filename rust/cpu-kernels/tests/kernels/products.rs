@@ -430,3 +430,36 @@ fn an_order_has_each_input_once() {
         assert!(message.contains("w's order"), "{message}");
     }
 }
+
+/// Matrices of several threads, larger and smaller than what they share memory with, keep their numbers while others are
+/// made and dropped.
+#[test]
+fn matrices_share_no_bytes() {
+    let holds = |packed: &Packed, value: i16| {
+        let mut row = vec![0.0; packed.inputs()];
+        (0..packed.outputs()).all(|output| {
+            packed.row(output, &mut row);
+            row.iter().all(|x| *x == f32::from(value))
+        })
+    };
+    std::thread::scope(|scope| {
+        for thread in 0..3_i16 {
+            scope.spawn(move || {
+                let mut kept: Vec<(Packed, i16)> = Vec::new();
+                for i in 0..60_i16 {
+                    let value = 1 + (20 * thread + i) % 100;
+                    let (outputs, inputs) = if i % 20 == 7 { (4_100, 4_096) } else { (17 + i as usize, 96) };
+                    let values = vec![value; outputs * inputs];
+                    let packed = Packed::grouped("w", &values, inputs, &vec![1.0; outputs], 1).unwrap();
+                    kept.push((packed, value));
+                    if kept.len() > 5 {
+                        kept.remove((i as usize * 7) % kept.len());
+                    }
+                }
+                for (packed, value) in &kept {
+                    assert!(holds(packed, *value), "a matrix of {value}");
+                }
+            });
+        }
+    });
+}

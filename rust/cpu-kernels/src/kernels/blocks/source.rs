@@ -7,6 +7,9 @@ use crate::memory::{Bf16, LINE_BYTES, Line};
 
 /// Number of blocks that are expanded at once for many rows.
 pub(super) const EXPANDED: usize = 2 * SUPER / crate::blocks::BLOCK;
+/// Number of lines between the codes that are multiplied and those that are prefetched: 8 KiB. With a quarter of it, one
+/// thread that reads weights from memory waits for them.
+const AHEAD: usize = 128;
 /// Number that [`Form::Unsigned`] adds to signed bytes.
 const BIAS: i32 = 128;
 
@@ -18,7 +21,7 @@ pub(super) trait Source {
     const MINS: bool;
     /// Returns the offset subtracted from every code, for pairs, or with `BYTES` for unsigned bytes.
     fn offset<const BYTES: bool>(&self) -> i32;
-    /// Starts to load the codes of a block, which may lie past the end.
+    /// Starts to load the codes [`AHEAD`] lines after those of a block, which may lie past the end.
     fn prefetch<S: Simd>(&self, s: S, block: usize);
     /// Returns pair `8 HALF + P` of a block's codes, or with `BYTES` run `4 HALF + P` as unsigned bytes.
     fn step<S: Simd, const BYTES: bool, const HALF: usize, const P: usize>(&self, s: S, block: usize) -> S::I;
@@ -101,22 +104,20 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
     /// Returns pair `p` of a block's codes.
     #[inline(always)]
     fn pair<S: Simd>(&self, s: S, block: usize, p: usize) -> S::I {
-        let lines: &[Line] = &self.codes[block * (LOW + HIGH)..][..LOW + HIGH];
         let (run, odd) = (p / 2, p % 2);
+        if HIGH > 0 {
+            // The high bits of a run's two pairs are added at once.
+            let codes = self.bytes(s, block, run);
+            return if odd == 1 { s.shr16(codes, 8) } else { s.and(codes, s.splat_int(0x00FF_00FF)) };
+        }
+        let lines: &[Line] = &self.codes[block * LOW..][..LOW];
         let codes = s.load_int(&lines[run * LOW / 8].0);
         let at = (8 * odd + run * LOW % 8) as u32;
         if LOW == 8 {
             return s.sar16(if odd == 0 { s.shl16(codes, 8) } else { codes }, 8);
         }
         let low = if at == 0 { codes } else { s.shr16(codes, at) };
-        let low = if LOW == 4 && at == 12 { low } else { s.and(low, s.splat_int(0x0001_0001 * ((1 << LOW) - 1))) };
-        if HIGH == 0 {
-            return low;
-        }
-        let high = s.load_int(&lines[LOW + run * HIGH / 8].0);
-        let (from, to) = ((8 * odd + run * HIGH % 8) as u32, LOW as u32);
-        let high = if from < to { s.shl16(high, to - from) } else { s.shr16(high, from - to) };
-        s.or(low, s.and(high, s.splat_int(0x0001_0001 * (((1 << HIGH) - 1) << LOW))))
+        if LOW == 4 && at == 12 { low } else { s.and(low, s.splat_int(0x0001_0001 * ((1 << LOW) - 1))) }
     }
 
     /// Returns run number `run` of a block's codes, one code per byte.
@@ -154,7 +155,7 @@ impl<const LOW: usize, const HIGH: usize, const HALVES: bool, const MINS: bool> 
     #[inline(always)]
     fn prefetch<S: Simd>(&self, s: S, block: usize) {
         for line in 0..LOW + HIGH {
-            s.prefetch(self.codes.as_ptr().wrapping_add(block * (LOW + HIGH) + line));
+            s.prefetch(self.codes.as_ptr().wrapping_add(block * (LOW + HIGH) + line + AHEAD));
         }
     }
 

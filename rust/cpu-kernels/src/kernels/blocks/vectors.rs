@@ -8,9 +8,6 @@ use crate::kernels::rounded::{Numbers, PAIRS, QUADS, Rounded, UPPER, WIDTHS, Wor
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Number of blocks ahead of the multiplied one whose codes are prefetched.
-const AHEAD: usize = 8;
-
 /// Work that is compiled for several numbers of rows, each in a function of its own: one function for all of them takes
 /// the compiler much longer.
 trait ByRows {
@@ -237,7 +234,7 @@ fn tile<S: Simd, D: Source, const BYTES: bool, const R: usize>(
             }
         }
         if row == 0 {
-            source.prefetch(s, block + AHEAD);
+            source.prefetch(s, block);
         }
         let numbers = Numbers(&numbers[block]);
         let mut part = usize::from(D::HALVES);
