@@ -161,27 +161,30 @@ impl Packed {
 }
 
 impl Strip<'_> {
-    /// Writes the codes of a packed block of one output.
-    fn put_codes(&mut self, lane: usize, block: usize, codes: &[u8]) {
+    /// Writes the codes of a packed block of one output, a word of four inputs at a time.
+    fn put_codes(&mut self, lane: usize, block: usize, codes: &[u8; BLOCK]) {
         let format = self.format;
         let lines = &mut self.codes[block * format.lines()..][..format.lines()];
-        for (input, &code) in codes.iter().enumerate() {
-            let (run, byte) = (input / 4, 4 * lane + input % 4);
-            let mut put = |first: usize, width: u32, bits: u8| {
-                let per_line = 8 / width as usize;
-                lines[first + run / per_line].0[byte] |= bits << ((run % per_line) as u32 * width);
-            };
-            put(0, format.low, if format.low == 8 { code } else { code & ((1 << format.low) - 1) });
-            if format.high > 0 {
-                put(format.low_lines(), format.high, code >> format.low);
+        let runs: [u32; BLOCK / 4] = std::array::from_fn(|run| u32::from_le_bytes(codes.as_chunks().0[run]));
+        // Bits `from .. from + width` of each code.
+        let mut put = |first: usize, from: u32, width: u32| {
+            let mask = 0x0101_0101 * ((1_u32 << width) - 1);
+            for (line, runs) in lines[first..].iter_mut().zip(runs.chunks(8 / width as usize)) {
+                let bits = |(i, run): (usize, &u32)| (run >> from & mask) << (i as u32 * width);
+                let word = runs.iter().enumerate().map(bits).fold(0, |word, bits| word | bits);
+                line.0.as_chunks_mut().0[lane] = word.to_le_bytes();
             }
+        };
+        put(0, 0, format.low);
+        if format.high > 0 {
+            put(format.low_lines(), format.low, format.high);
         }
     }
 
     /// Writes a block of a file, which becomes `count` packed blocks from `first` on.
     fn put_block(&mut self, lane: usize, first: usize, count: usize, block: &Block) {
         let (format, groups, stored) = (self.format, self.format.groups(), self.format.stored());
-        for (i, codes) in block.codes.chunks_exact(BLOCK).take(count).enumerate() {
+        for (i, codes) in block.codes.as_chunks().0.iter().take(count).enumerate() {
             self.put_codes(lane, first + i, codes);
             if format.scales == Scales::Sub {
                 for group in 0..groups {
