@@ -22,6 +22,8 @@ KERNEL_US = 2.2
 """Microseconds of a kernel that moves almost no data."""
 ATTENTION_US = 7.0
 """Microseconds that attention takes in addition to its bytes: dependent loads and a reduction."""
+GAP_US = 1.3
+"""Microseconds between two steps of an engine, in which the GPU waits. The host's work is done during steps."""
 
 
 @dataclass(frozen=True, slots=True)

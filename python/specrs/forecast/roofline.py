@@ -2,8 +2,8 @@
 kernel.
 
 The kernels are those that `backends.cuda.decoder` launches (`tests/backends/test_kernel_counts.py` counts both).
-Iterations are greedy, in bf16, and one graph, so launches cost no host time. Prefill, sampling and several GPUs are not
-modelled.
+Iterations are greedy, in bf16, and one graph, so launches cost no host time. Sampling and several GPUs are not
+modelled. `specrs.forecast.steady` predicts the throughput of an engine from these passes.
 """
 
 from __future__ import annotations
@@ -65,6 +65,18 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """Prompt chunks of a pass, which have an attention kernel of their own in each layer."""
+
+    rows: int
+    """Number of rows of all chunks."""
+    context: int
+    """Number of positions that a row attends to, in the mean."""
+    ends: int
+    """Number of prompts that end, whose last rows have logits. In a verification pass these are further rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """A pass of one model over `rows` rows, including its LM head and argmax."""
 
@@ -109,8 +121,10 @@ def model_pass(
     *,
     is_draft: bool = False,
     kv_cache_dtype: str = "auto",
+    chunks: Chunks | None = None,
 ) -> Pass:
-    """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions.
+    """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions. `chunks` are
+    prompt chunks after these rows, or alone in the pass if `batch` is 0.
 
     `quantization`: of projections and experts, one of `WEIGHT_BITS`. Embedding, LM head and router stay bf16, as on a
     GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. `is_draft`: the last row of each request has
@@ -124,10 +138,10 @@ def model_pass(
     if quantization not in WEIGHT_BITS:
         names = ", ".join(name for name in WEIGHT_BITS if name)
         raise invalid_config("quantization", quantization, f"must be one of {names}, or left out")
-    heads, cached = batch * (1 if is_draft else rows), cache_dtype(kv_cache_dtype)
+    heads, cached = batch * (1 if is_draft else rows) + (chunks.ends if chunks else 0), cache_dtype(kv_cache_dtype)
     providers = Providers.of(gpu.torch_name, gpu.products or TABLE)
-    layers = _Layers(config, gpu, batch, rows, context, quantization, heads, cached, is_draft, providers)
-    return Pass(batch * rows, layers.work())
+    layers = _Layers(config, gpu, batch, rows, context, quantization, heads, cached, is_draft, providers, chunks)
+    return Pass(layers.rows, layers.work())
 
 
 def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
@@ -174,15 +188,23 @@ class Roofline:
     draft_vocab_size: int | None = None
     """Number of ids that the draft drafts. None: all."""
 
-    def target_pass(self, batch: int, k: int) -> Pass:
+    def target_pass(self, batch: int, k: int, chunks: Chunks | None = None) -> Pass:
         """Return the target's pass that verifies `k` drafts of each request; with k = 0, a pass over one row of each
-        request."""
-        cached = self.kv_cache_dtype
-        return model_pass(self.target, self.gpu, batch, k + 1, self.context, self.quantization, kv_cache_dtype=cached)
+        request. `chunks` are prompt chunks in the same pass, alone if `batch` is 0."""
+        return model_pass(
+            self.target,
+            self.gpu,
+            batch,
+            k + 1,
+            self.context,
+            self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            chunks=chunks,
+        )
 
-    def draft_pass(self, batch: int, rows: int = 1) -> Pass:
-        """Return a draft pass over `rows` rows of each request. Raises `InvalidConfigError` if there is no draft
-        model."""
+    def draft_pass(self, batch: int, rows: int = 1, chunks: Chunks | None = None) -> Pass:
+        """Return a draft pass over `rows` rows of each request, or over `chunks` if `batch` is 0. Raises
+        `InvalidConfigError` if there is no draft model."""
         if self.draft is None:
             raise invalid_config("--draft-model", None, "must be given for draft passes")
         return model_pass(
@@ -194,6 +216,7 @@ class Roofline:
             self.draft_quantization,
             is_draft=True,
             kv_cache_dtype=self.kv_cache_dtype,
+            chunks=chunks,
         )
 
     @property
@@ -211,13 +234,20 @@ class Roofline:
             passes += 1 + first + (k - 1) * later
         return passes
 
-    def iteration_ms(self, batch: int, k: int) -> float:
-        """Return the milliseconds of an iteration of `batch` requests with `k` drafts each."""
-        ms = self.target_pass(batch, k).ms(self.gpu) + 1e-3 * self._around * KERNEL_US
+    def iteration_ms(self, batch: int, k: int, verification: Pass | None = None) -> float:
+        """Return the milliseconds of an iteration of `batch` requests with `k` drafts each. `verification` is its pass
+        of the target. None: a pass without prompt chunks."""
+        verification = self.target_pass(batch, k) if verification is None else verification
+        ms = verification.ms(self.gpu) + 1e-3 * self._around * KERNEL_US
         if k:
             first, later = self.draft_pass(batch, FIRST_PASS_ROWS), self.draft_pass(batch)
             ms += 1e-3 * KERNEL_US + first.ms(self.gpu) + (k - 1) * later.ms(self.gpu)
         return ms
+
+    def prompts_ms(self, chunks: Chunks) -> float:
+        """Return the milliseconds of the target's pass over prompt chunks alone, and of what draws the first tokens of
+        prompts that end."""
+        return self.target_pass(0, 0, chunks).ms(self.gpu) + 1e-3 * self._around * KERNEL_US
 
     def cost_model(self, batches: Sequence[int], max_k: int) -> CostModel:
         """Return the costs at batch sizes `batches` and K = 0 to `max_k`. Raises `InvalidConfigError` for batch sizes
@@ -257,10 +287,12 @@ class _Layers:
     cache_dtype: torch.dtype
     is_draft: bool
     providers: Providers
+    chunks: Chunks | None
 
     @property
     def rows(self) -> int:
-        return self.batch * self.each
+        chunks = self.chunks
+        return self.batch * self.each + (chunks.rows + chunks.ends * (self.batch > 0) if chunks else 0)
 
     @property
     def few(self) -> int:
@@ -282,7 +314,11 @@ class _Layers:
     def work(self) -> list[Work]:
         c, rows, few = self.c, self.rows, self.few
         q, kv, h, layers = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.num_layers
-        found = [self._small("embed", 1, 4 * rows * h), self._attention()]
+        found = [self._small("embed", 1, 4 * rows * h)]
+        if self.batch:
+            found.append(self._attention(self.batch, self.each, self.context))
+        if self.chunks:
+            found.append(self._attention(1, self.chunks.rows, self.chunks.context))
         if rows <= few and c.norms == "before" and c.experts is None:
             norms = 1
         else:
@@ -304,6 +340,8 @@ class _Layers:
                 found.append(self._small("activation", times, dense * 6 * rows * c.intermediate_size))
         if c.experts is not None:
             found += self._experts(sum(c.experts.layers))
+        if not self.heads:
+            return found
         many = self.heads > few
         parts = -(-self.heads // _LOGITS) if many else 1
         found.append(self._product("lm_head", c.vocab_size, h, 1, parts, quantized=False, rows=self.heads))
@@ -377,8 +415,9 @@ class _Layers:
 
         return self.quantization is None and fused_heads(self.c, torch.bfloat16, self._limits()) > 0
 
-    def _attention(self) -> Work:
-        """Return the work of attention in all layers, including the kernels that combine partial results."""
+    def _attention(self, batch: int, each: int, context: int) -> Work:
+        """Return the work of attention over `each` rows of `batch` sequences in all layers, including the kernels that
+        combine partial results. A row attends to `context` positions."""
         import torch
 
         from specrs.kernels.cuda.attention_config import AttentionConfig
@@ -386,20 +425,20 @@ class _Layers:
         c, limits = self.c, self._limits()
         kernels, moved, flops = 0, 0.0, 0.0
         for window in c.windows or (None,) * c.num_layers:
+            seen = context if window is None else min(context, window)
             cut = AttentionConfig.choose(
-                batch=self.batch,
-                max_q_len=self.each,
+                batch=batch,
+                max_q_len=each,
                 num_heads=c.num_heads,
                 num_kv_heads=c.num_kv_heads,
                 head_dim=c.head_dim,
                 dtypes=(torch.bfloat16, self.cache_dtype),
                 limits=limits,
-                span=self.context if window is None else min(self.context, window),
+                span=seen,
             )
             combined = cut.splits > 1 and not cut.fused_lines(c.num_heads // c.num_kv_heads)
-            seen = self.context if window is None else min(self.context, window)
             kernels += 1 + combined
-            moved += 2.0 * self.batch * seen * c.num_kv_heads * c.head_dim * self.cache_dtype.itemsize
-            flops += 4.0 * self.rows * seen * c.num_heads * c.head_dim
+            moved += 2.0 * batch * seen * c.num_kv_heads * c.head_dim * self.cache_dtype.itemsize
+            flops += 4.0 * batch * each * seen * c.num_heads * c.head_dim
         fixed = c.num_layers * ATTENTION_US + (kernels - c.num_layers) * KERNEL_US
         return Work("attention", kernels, moved, flops, fixed)

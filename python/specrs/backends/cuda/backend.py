@@ -38,6 +38,11 @@ LARGE_GPU_BYTES = 80 * 10**9
 """Bytes of a GPU's memory from which steps have `BATCHED_TOKENS_OF_LARGE_GPUS`."""
 
 
+def batched_tokens_of(memory: float) -> int:
+    """Return the default of `max_num_batched_tokens` on a GPU with `memory` bytes."""
+    return BATCHED_TOKENS_OF_LARGE_GPUS if memory >= LARGE_GPU_BYTES else BATCHED_TOKENS
+
+
 class CudaBackend:
     """GPUs, one per rank. `Backend` documents the members.
 
@@ -112,8 +117,7 @@ class CudaBackend:
 
         if torch.device(device).type != KIND:  # kernels are interpreted
             return BATCHED_TOKENS
-        total = torch.cuda.mem_get_info(device)[1]
-        return BATCHED_TOKENS_OF_LARGE_GPUS if total >= LARGE_GPU_BYTES else BATCHED_TOKENS
+        return batched_tokens_of(torch.cuda.mem_get_info(device)[1])
 
     def merged_prefill(self, blueprint: Blueprint) -> MergedPrefill:
         """Return the room for prompt tokens in captured iterations. Without graphs there is none."""

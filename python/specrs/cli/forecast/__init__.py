@@ -21,6 +21,7 @@ DESCRIPTION = (
 
 _CACHED = tuple(name for name in KV_CACHE_DTYPES if name != "float16")
 """Types of the KV cache that a bf16 model may have."""
+_CONTEXT = 1024
 _GIVEN = {"vanilla_ms", "compare", "names", "acceptance_lengths", "acceptance_rates"}
 _USES = {
     "--sweep": {"sweep", "fit_k", "draft_model", "concurrency"},
@@ -31,7 +32,8 @@ _USES = {
     "--itl": {"itl", *_GIVEN},
     "--roofline": {
         "roofline", "model", "draft_model", "batch", "context", "quantization", "draft_quantization",
-        "draft_vocab_size", "kv_cache_dtype", "products", "acceptance_lengths", "acceptance_rates",
+        "draft_vocab_size", "kv_cache_dtype", "products", "acceptance_lengths", "acceptance_rates", "input_len",
+        "output_len",
     },
     "--target-ms": {"target_ms", "draft_ms", "observed_tpot", "model", *_GIVEN},
 }  # fmt: skip
@@ -90,7 +92,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="requests of a batch; default: 1,4,16,64,256",
     )
-    computed.add_argument("--context", type=int, default=1024, help="positions of a request; default: 1024")
+    computed.add_argument(
+        "--input-len",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt: also predict the throughput of a server whose requests are replaced when they end",
+    )
+    computed.add_argument("--output-len", type=int, metavar="N", help="tokens of an output, with --input-len")
+    computed.add_argument(
+        "--context",
+        type=int,
+        default=_CONTEXT,
+        help=f"positions of a request; default: {_CONTEXT}, with --input-len the mean of a request",
+    )
     for name, of in (("--quantization", "target"), ("--draft-quantization", "draft")):
         shown = f"type of the {of}'s projections; {one_of(AT_LOAD)}; default: bf16"
         computed.add_argument(name, choices=AT_LOAD, help=shown)

@@ -1,0 +1,201 @@
+"""Predicts the throughput of an engine on a GPU under a constant number of requests: each that ends is replaced.
+
+Steps are a Markov chain. Its state is the number of prompt tokens that are not computed yet. In each step every
+decoding request ends with the same probability, so requests start and end at random, as on a server. A step costs what
+`Roofline` says of its shape. `backends.cuda.shapes.Buckets` decides which graph a step takes, how far it is padded, and
+whether prompts ride in the verification pass. The scheduler cuts prompts to what fits. `StepCosts` repeats that rule of
+`rust/core/src/scheduler/merging.rs`, and tests compare both.
+
+Not modelled: memory for KV, `max_prefill_stall_ms`, prefix hits, sampling, and the smaller K of a request's last
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from math import ceil, comb
+
+from specrs.backends.cuda.backend import CudaBackend, batched_tokens_of
+from specrs.backends.cuda.shapes import MERGED_CHUNKS, MERGED_STEPS, Buckets, LogitsMode, batch_buckets
+from specrs.forecast.gpus import GAP_US
+from specrs.forecast.roofline import FIRST_PASS_ROWS, Chunks, Roofline
+from specrs.model_values import DEFAULT_MAX_NUM_SEQS
+
+_LEAST = 1e-6
+"""Probability below which a state or a number of arrivals is left out. The chain has settled if its states change by
+less."""
+_MAX_STEPS = 2000
+"""Maximum number of steps for which the chain is followed."""
+
+
+def shares_of(lengths: Sequence[float]) -> list[float]:
+    """Return the share of drafts that are accepted up to each position, from acceptance lengths at K = 1, 2, .... A
+    share is at most the previous one, even if the lengths say otherwise."""
+    shares: list[float] = []
+    for before, length in pairwise([1.0, *lengths]):
+        shares.append(min(length - before, shares[-1] if shares else 1.0))
+    return shares
+
+
+def mean_steps(tokens: int, shares: Sequence[float]) -> float:
+    """Return the mean number of steps in which a request gets `tokens` tokens. Each step drafts as many tokens as there
+    are `shares`, which are accepted up to position i with probability `shares[i]`."""
+    chances = [reached - beyond for reached, beyond in pairwise([1.0, *shares, 0.0])]
+    steps = [0.0]
+    for n in range(1, tokens + 1):
+        steps.append(1.0 + sum(chance * steps[max(0, n - 1 - i)] for i, chance in enumerate(chances)))
+    return steps[tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Milliseconds of a step, and the prompt tokens that it computes."""
+
+    ms: float
+    tokens: int = 0
+    merged: bool = False
+    """True if prompts ride in the verification pass."""
+
+
+class StepCosts:
+    """Steps of an engine whose requests all draft `k` tokens and have prompts of `input_len` tokens.
+
+    `step(decoding, prompts, left)` is a step of `decoding` sequences when `prompts` prompts have `left` tokens that are
+    not computed yet. It leaves out the draft's pass over prompts. `catch_up_ms(prompts)` is the time of that pass,
+    which comes in the step after `prompts` prompts have ended.
+    """
+
+    def __init__(
+        self, roofline: Roofline, buckets: Buckets, k: int, input_len: int, max_num_batched_tokens: int
+    ) -> None:
+        self.roofline, self.buckets, self.k, self.input_len = roofline, buckets, k, input_len
+        self._max_tokens = max_num_batched_tokens
+        self._rooms = [(seqs, tokens) for drafts, seqs, tokens in buckets.merged_rooms() if drafts == k]
+        self.step, self.catch_up_ms = cache(self._step), cache(self._catch_up_ms)
+
+    @classmethod
+    def of_engine(
+        cls,
+        roofline: Roofline,
+        k: int,
+        input_len: int,
+        *,
+        max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+        merges: bool = True,
+    ) -> StepCosts:
+        """Return the steps of an engine with default settings. Without `merges`, prompts have a pass of their own."""
+        tokens = batched_tokens_of(1e9 * roofline.gpu.memory_gb)
+        buckets = Buckets(
+            batch_buckets(max_num_seqs),
+            k,
+            max_chunk_rows=tokens,
+            max_chunks=max_num_seqs,
+            merges=MERGED_CHUNKS if merges else 0,
+        )
+        return cls(roofline, buckets, k, input_len, tokens)
+
+    def _step(self, decoding: int, prompts: int, left: int) -> Step:
+        gap = 1e-3 * GAP_US
+        whole = self.buckets.whole([self.k] * decoding, LogitsMode.GREEDY, self.k) if decoding else None
+        alone = self.roofline.iteration_ms(whole.batch if whole else decoding, self.k) if decoding else 0.0
+        if not left:
+            return Step(gap + alone)
+        tokens, chunks = self._cut(decoding, prompts, left)
+        merged = None if whole is None else self.buckets.merged(whole, decoding, tokens, chunks)
+        if merged is not None:
+            batch, ends = merged.decode.batch, merged.num_seqs - merged.decode.batch
+            verification = self.roofline.target_pass(batch, self.k, self._chunks(merged.chunk_rows, ends))
+            return Step(gap + self.roofline.iteration_ms(batch, self.k, verification), tokens, merged=True)
+        ends = prompts - ceil((left - tokens) / self.input_len)
+        return Step(gap + alone + self.roofline.prompts_ms(self._padded(tokens, chunks, ends)), tokens)
+
+    def _cut(self, decoding: int, prompts: int, left: int) -> tuple[int, int]:
+        """Return the number of prompt tokens of a step and the number of prompts that they are of, as the scheduler
+        chooses them."""
+        room = next((tokens for seqs, tokens in self._rooms if seqs >= decoding), 0) if decoding else 0
+        if left <= MERGED_STEPS * room and prompts <= MERGED_STEPS * MERGED_CHUNKS:
+            return min(left, room), min(prompts, MERGED_CHUNKS)
+        most = max(self._max_tokens - decoding * (self.k + 1), ceil(self._max_tokens / 4))
+        # Whole prompts or equal parts of one, so that few numbers of tokens can be left.
+        part = ceil(self.input_len / ceil(self.input_len / most))
+        return min(left, most // part * part), prompts
+
+    def _catch_up_ms(self, prompts: int) -> float:
+        # The draft's first pass computes a prompt's last tokens itself.
+        rows = prompts * (self.input_len + 1 - FIRST_PASS_ROWS)
+        if not (self.k and rows):
+            return 0.0
+        return self.roofline.draft_pass(0, chunks=self._padded(rows, prompts, 0)).ms(self.roofline.gpu)
+
+    def _padded(self, rows: int, chunks: int, ends: int) -> Chunks:
+        shape = self.buckets.chunks(rows, chunks)
+        return self._chunks(shape.rows if shape else rows, ends)
+
+    def _chunks(self, rows: int, ends: int) -> Chunks:
+        return Chunks(rows, max(1, self.input_len // 2), ends)
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyState:
+    """Prediction for one number of requests and one K."""
+
+    concurrency: int
+    k: int
+    tokens_per_s: float
+    """Output tokens per second of all requests."""
+    step_ms: float
+    """Mean milliseconds of a step."""
+    arrivals: float
+    """Mean number of prompts that start in a step."""
+    merged: float
+    """Share of the steps with prompts that have them in the verification pass. 0 if there are none."""
+
+
+def steady_state(costs: StepCosts, concurrency: int, output_len: int, shares: Sequence[float]) -> SteadyState:
+    """Return the steady state of `concurrency` requests with `output_len` tokens each, whose drafts are accepted at
+    `shares`, one for each position."""
+    # A step is planned before the one before it has ended. So a place stays empty for a step, unless nothing else runs.
+    empty = 0 if concurrency == 1 and not costs.k else CudaBackend.max_steps_in_flight - 1
+    chance = 1.0 / (1.0 + mean_steps(output_len - 1, shares[: costs.k]) + empty)
+    states, settled = {0: 1.0}, False
+    for _ in range(_MAX_STEPS):
+        following = defaultdict[int, float](float)
+        ms, arrived, prompted, merged = 0.0, 0.0, 0.0, 0.0
+        for left, weight in states.items():
+            waiting = ceil(left / costs.input_len)
+            for arrivals, probability in _arrivals(concurrency - waiting, chance):
+                p, prompts = weight * probability, waiting + arrivals
+                all_left = left + arrivals * costs.input_len
+                step = costs.step(concurrency - prompts, prompts, all_left)
+                still = all_left - step.tokens
+                following[still] += p
+                ms += p * (step.ms + costs.catch_up_ms(prompts - ceil(still / costs.input_len)))
+                arrived += p * arrivals
+                prompted += p * (prompts > 0)
+                merged += p * step.merged
+        if settled:
+            break
+        total = sum(p for p in following.values() if p >= _LEAST)
+        kept = {left: p / total for left, p in following.items() if p >= _LEAST}
+        settled = all(abs(p - states.get(left, 0.0)) < _LEAST for left, p in kept.items())
+        states = kept
+    rate = 1e3 * arrived * output_len / ms
+    return SteadyState(concurrency, costs.k, rate, ms, arrived, merged / prompted if prompted else 0.0)
+
+
+@cache
+def _arrivals(decoding: int, chance: float) -> Sequence[tuple[int, float]]:
+    """Return the numbers of requests that end in a step, with their probabilities."""
+    every = [(n, comb(decoding, n) * chance**n * (1 - chance) ** (decoding - n)) for n in range(decoding + 1)]
+    return [(n, p) for n, p in every if p >= _LEAST]
+
+
+def auto_k(costs: Sequence[StepCosts], concurrency: int, shares: Sequence[float]) -> int:
+    """Return the K that the planner of `num_speculative_tokens="auto"` prefers for `concurrency` requests: the one with
+    the most tokens per millisecond in a step without prompts. `costs` are those of K = 0, 1, ...."""
+    lengths = list(accumulate(shares, initial=1.0))
+    return max(range(len(costs)), key=lambda k: lengths[k] / costs[k].step(concurrency, 0, 0).ms)
