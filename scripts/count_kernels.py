@@ -255,7 +255,7 @@ def gains_table(context: int = 250) -> str:
     docs/benchmarks.md."""
     from kernel_launches import reference_configs
     from specrs.forecast.gpus import COMPUTE_SHARE, GPUS
-    from specrs.forecast.roofline import model_pass
+    from specrs.forecast.roofline import Rows, model_pass
     from specrs.models.loader import load_config
 
     today = GPUS["H200"]
@@ -270,7 +270,7 @@ def gains_table(context: int = 250) -> str:
         write_own(own)
         tuned = replace(today, products=own)
         for batch, k in ((16, 5), (64, 1), (128, 0), (64, 2), (128, 1), (64, 5)):
-            plain, fused = (model_pass(target, gpu, batch, k + 1, context) for gpu in (today, tuned))
+            plain, fused = (model_pass(target, gpu, Rows(batch, k + 1, context)) for gpu in (today, tuned))
             same = fused == plain
             cells = [f"{plain.ms(today):.1f} ms", f"{plain.kernels:,}, {plain.bytes / 1e9:.1f} GB"]
             cells.append("the same" if same else f"{fused.ms(today):.1f} ms")

@@ -17,7 +17,7 @@ from specrs.bench.results import read
 from specrs.cli import main
 from specrs.errors import InvalidConfigError
 from specrs.forecast.gpus import KERNEL_US
-from specrs.forecast.roofline import Roofline, gpu_of, kv_bytes, model_pass, weight_bytes
+from specrs.forecast.roofline import Roofline, Rows, gpu_of, kv_bytes, model_pass, weight_bytes
 from specrs.models.config import parse_config
 from specrs.models.loader import load_config
 
@@ -57,7 +57,7 @@ def test_measured_passes_within_two_percent(folders: tuple[Path, Path]) -> None:
         assert predicted == pytest.approx(ms, rel=0.02)
     for name in ("target", "draft"):
         config = getattr(roofline, name)
-        assert model_pass(config, roofline.gpu, 1, 1, 1).bytes == pytest.approx(measured[name]["bytes"], rel=0.005)
+        assert model_pass(config, roofline.gpu, Rows(1, 1, 1)).bytes == pytest.approx(measured[name]["bytes"], rel=0.005)
 
 
 def test_measured_time_per_token_of_up_to_256_requests_within_ten_percent(folders: tuple[Path, Path]) -> None:
@@ -121,7 +121,7 @@ def test_more_rows_read_more_experts(tmp_path: Path) -> None:
     fields = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
     config = load_config(make_checkpoint(tmp_path, "qwen3_moe", **shape, **fields))  # type: ignore[arg-type]
     assert config.experts is not None
-    one, six = (model_pass(config, gpu_of("H200"), 1, rows, 1) for rows in (1, 6))
+    one, six = (model_pass(config, gpu_of("H200"), Rows(1, rows, 1)) for rows in (1, 6))
     expert = 2 * 2.0 * 3 * 64 * 512
     more = expert * (config.experts.expected(6) - config.experts.expected(1))
     assert six.bytes - one.bytes == pytest.approx(more, rel=0.05)
@@ -135,7 +135,7 @@ def test_experts_as_codes_take_half_the_memory() -> None:
     config = parse_config(PUBLISHED["Qwen3-30B-A3B"][0])
     assert weight_bytes(config) == pytest.approx(61.06e9, rel=1e-3)
     assert weight_bytes(config, "fp8") == pytest.approx(31.17e9, rel=2e-3)
-    numbers, codes = (model_pass(config, gpu_of("H200"), 1, 1, 1, name) for name in (None, "fp8"))
+    numbers, codes = (model_pass(config, gpu_of("H200"), Rows(1, 1, 1), name) for name in (None, "fp8"))
     experts = 48 * 8 * 3 * 2048 * 768
     attention = 48 * (2048 * (4096 + 1024) + 4096 * 2048)
     rotation = 48 * 4 * (4096 + 1024)

@@ -77,6 +77,23 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a pass: `each` rows of each of `batch` requests, which have `context` earlier positions."""
+
+    batch: int
+    each: int
+    context: int
+    chunks: Chunks | None = None
+    """Prompt chunks after these rows, or alone in the pass if `batch` is 0."""
+
+    @property
+    def total(self) -> int:
+        """Number of rows of the pass."""
+        chunks = self.chunks
+        return self.batch * self.each + (chunks.rows + chunks.ends * (self.batch > 0) if chunks else 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """A pass of one model over `rows` rows, including its LM head and argmax."""
 
@@ -114,17 +131,13 @@ def gpu_of(name: str) -> Gpu:
 def model_pass(
     config: ModelConfig,
     gpu: Gpu,
-    batch: int,
-    rows: int,
-    context: int,
+    rows: Rows,
     quantization: str | None = None,
     *,
     is_draft: bool = False,
     kv_cache_dtype: str = "auto",
-    chunks: Chunks | None = None,
 ) -> Pass:
-    """Return a pass over `rows` rows of each of `batch` requests, which have `context` earlier positions. `chunks` are
-    prompt chunks after these rows, or alone in the pass if `batch` is 0.
+    """Return a pass over `rows`.
 
     `quantization`: of projections and experts, one of `WEIGHT_BITS`. Embedding, LM head and router stay bf16, as on a
     GPU. `kv_cache_dtype`: dtype of the KV cache, as in `EngineConfig`. `is_draft`: the last row of each request has
@@ -138,10 +151,10 @@ def model_pass(
     if quantization not in WEIGHT_BITS:
         names = ", ".join(name for name in WEIGHT_BITS if name)
         raise invalid_config("quantization", quantization, f"must be one of {names}, or left out")
-    heads, cached = batch * (1 if is_draft else rows) + (chunks.ends if chunks else 0), cache_dtype(kv_cache_dtype)
+    heads = rows.batch * (1 if is_draft else rows.each) + (rows.chunks.ends if rows.chunks else 0)
     providers = Providers.of(gpu.torch_name, gpu.products or TABLE)
-    layers = _Layers(config, gpu, batch, rows, context, quantization, heads, cached, is_draft, providers, chunks)
-    return Pass(layers.rows, layers.work())
+    layers = _Layers(config, gpu, rows, quantization, heads, cache_dtype(kv_cache_dtype), is_draft, providers)
+    return Pass(rows.total, layers.work())
 
 
 def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
@@ -194,12 +207,9 @@ class Roofline:
         return model_pass(
             self.target,
             self.gpu,
-            batch,
-            k + 1,
-            self.context,
+            Rows(batch, k + 1, self.context, chunks),
             self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
-            chunks=chunks,
         )
 
     def draft_pass(self, batch: int, rows: int = 1, chunks: Chunks | None = None) -> Pass:
@@ -210,13 +220,10 @@ class Roofline:
         return model_pass(
             replace(self.draft, vocab_size=min(self.draft.vocab_size, self.draft_vocab_size or self.draft.vocab_size)),
             self.gpu,
-            batch,
-            rows,
-            self.context,
+            Rows(batch, rows, self.context, chunks),
             self.draft_quantization,
             is_draft=True,
             kv_cache_dtype=self.kv_cache_dtype,
-            chunks=chunks,
         )
 
     @property
@@ -278,21 +285,17 @@ class _Layers:
 
     c: ModelConfig
     gpu: Gpu
-    batch: int
-    each: int
-    context: int
+    of: Rows
     quantization: str | None
     heads: int
     """Number of rows that have logits."""
     cache_dtype: torch.dtype
     is_draft: bool
     providers: Providers
-    chunks: Chunks | None
 
     @property
     def rows(self) -> int:
-        chunks = self.chunks
-        return self.batch * self.each + (chunks.rows + chunks.ends * (self.batch > 0) if chunks else 0)
+        return self.of.total
 
     @property
     def few(self) -> int:
@@ -315,10 +318,10 @@ class _Layers:
         c, rows, few = self.c, self.rows, self.few
         q, kv, h, layers = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size, c.num_layers
         found = [self._small("embed", 1, 4 * rows * h)]
-        if self.batch:
-            found.append(self._attention(self.batch, self.each, self.context))
-        if self.chunks:
-            found.append(self._attention(1, self.chunks.rows, self.chunks.context))
+        if self.of.batch:
+            found.append(self._attention(self.of.batch, self.of.each, self.of.context))
+        if chunks := self.of.chunks:
+            found.append(self._attention(1, chunks.rows, chunks.context))
         if rows <= few and c.norms == "before" and c.experts is None:
             norms = 1
         else:
