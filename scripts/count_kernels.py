@@ -1,5 +1,5 @@
-"""Count the kernels of passes and iterations of Qwen3-32B with Qwen3-1.7B on a GPU, without one: docs/gpu.md's tables,
-and what a table of products could gain, in docs/benchmarks.md.
+"""Count the kernels of passes and iterations of Qwen3-32B with Qwen3-1.7B on a GPU, without one: docs/gpu.md's tables.
+Predict passes and throughput on an H200: tables in docs/benchmarks.md.
 
     python scripts/count_kernels.py                   print them
     python scripts/count_kernels.py --write           write them into the pages
@@ -32,10 +32,14 @@ BEGIN, END = "<!-- scripts/count_kernels.py -->\n", "<!-- end -->\n"
 BEGIN_ASKING = "<!-- scripts/count_kernels.py: requests that ask -->\n"
 BENCHMARKS = ROOT / "docs/benchmarks.md"
 BEGIN_GAINS = "<!-- scripts/count_kernels.py: a table of products -->\n"
+BEGIN_WAVE = "<!-- scripts/count_kernels.py: one wave -->\n"
 NODE_BYTES = 10_000
 """Bytes of a kernel in a CUDA graph: "around 10KB per kernel node" (https://github.com/NVIDIA/cccl/pull/3768)."""
-FASTER_TFLOPS = 700.0
+FASTER_TFLOPS = 790.0
 """Rate of products of many rows that the table of gains assumes next to today's."""
+MEASURED = ROOT / "benches/results/NVIDIA_H200_9d1f9a6_bench_gpu.json"
+INPUT_LEN, OUTPUT_LEN = 150, 200
+"""Tokens of a prompt and of an output under load, and in the measured wave."""
 sys.path.insert(0, str(ROOT / "tests"))
 
 
@@ -280,6 +284,45 @@ def gains_table(context: int = 250) -> str:
     return "\n".join(lines) + "\n"
 
 
+def published_rates(name: str) -> list[float]:
+    """Return the acceptance by position of the data set `name`."""
+    from module_files import load_file
+
+    module = load_file("rates", ROOT / "benches/gpu/rates.py")
+    rates: list[float] = module.rates(name, len(module.RATES[name]))
+    return rates
+
+
+def reference_pair(**fields: Any) -> Any:
+    """Return the roofline of both models on an H200 at the mean length of a request under load."""
+    from kernel_launches import reference_configs
+    from specrs.forecast.gpus import GPUS
+    from specrs.forecast.roofline import Roofline
+    from specrs.models.loader import load_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        models = [load_config(model) for model in reference_configs(Path(folder))]
+    return Roofline(GPUS["H200"], *models, context=INPUT_LEN + OUTPUT_LEN // 2, **fields)
+
+
+def wave_table() -> str:
+    """Return the predicted throughput of the wave that was measured on an H200, with its errors, as the table in
+    docs/benchmarks.md. The engine had six batch sizes, no graphs of prompts, and steps of 2,048 tokens."""
+    from specrs.backends.cuda.shapes import Buckets
+    from specrs.forecast.steady import StepCosts, one_wave
+
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["throughput"]
+    sizes, rates, roofline = [int(size) for size in measured["k0"]], published_rates("mt-bench"), reference_pair()
+    lines = [f"| requests at once | {' | '.join(map(str, sizes))} |", "| --- |" + " --- |" * len(sizes)]
+    for k in (0, 5):
+        costs, cells = StepCosts(roofline, Buckets(sizes, k), k, INPUT_LEN, 2048), []
+        for size in sizes:
+            rate = one_wave(costs, size, OUTPUT_LEN, rates[:k], waves=1 + 512 // size)
+            cells.append(f"{rate:,.0f} ({rate / measured[f'k{k}'][str(size)]['tokens_per_s'] - 1:+.1%})")
+        lines.append(f"| K = {k} | {' | '.join(cells)} |".replace("%", " %"))
+    return "\n".join(lines) + "\n"
+
+
 def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
     """Return the number of kernels compiled for graphs, and how many more for graphs with chunks after verification and
     for launches outside graphs, at K = 5."""
@@ -376,6 +419,14 @@ def table(found: dict[str, tuple[int, int]]) -> str:
     return "\n".join(["| kernels of a | greedy | sampled |", "| --- | --- | --- |", *rows]) + "\n"
 
 
+def predictions() -> dict[str, str]:
+    """Return the tables of docs/benchmarks.md by the line with which each begins."""
+    return {
+        BEGIN_GAINS: gains_table(),
+        BEGIN_WAVE: wave_table(),
+    }
+
+
 def page_with(text: str, page: str, begin: str = BEGIN) -> str:
     """Return `page` with its table replaced by `text`. The table begins with `begin`."""
     whole = f"{begin}\n{text}\n{END}"
@@ -403,13 +454,15 @@ def main() -> None:
         with with_products(arguments.products):
             print(table(counts()), end="")
         return
-    text, of_asking, gains = table(counts()), asking_table(*asking()), gains_table()
+    kernels = {BEGIN: table(counts()), BEGIN_ASKING: asking_table(*asking())}
+    predicted = predictions()
     if arguments.write:
-        page = page_with(text, PAGE.read_text(encoding="utf-8"))
-        PAGE.write_text(page_with(of_asking, page, BEGIN_ASKING), encoding="utf-8")
-        page = page_with(gains, BENCHMARKS.read_text(encoding="utf-8"), BEGIN_GAINS)
-        BENCHMARKS.write_text(page, encoding="utf-8")
-    print(text, of_asking, gains, sep="\n", end="")
+        for path, tables in ((PAGE, kernels), (BENCHMARKS, predicted)):
+            page = path.read_text(encoding="utf-8")
+            for begin, text in tables.items():
+                page = page_with(text, page, begin)
+            path.write_text(page, encoding="utf-8")
+    print(*kernels.values(), *predicted.values(), sep="\n", end="")
 
 
 if __name__ == "__main__":

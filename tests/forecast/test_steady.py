@@ -1,4 +1,5 @@
-"""Predictions of a closed loop, against a simulation of it with the engine's scheduler."""
+"""Predictions of a closed loop, against a simulation of it with the engine's scheduler, and against the measured
+throughput of one wave."""
 
 from __future__ import annotations
 
@@ -9,11 +10,15 @@ from statistics import fmean
 import pytest
 import specrs.forecast.steady as steady
 from closed_loop import OUTPUT, PROMPT, RATES, chunks, roofline, simulate
+from specrs.backends.cuda.shapes import Buckets
 from specrs.cli import main
 from specrs.forecast.gpus import GAP_US
-from specrs.forecast.steady import StepCosts, auto_k, mean_steps, shares_of, steady_state
+from specrs.forecast.steady import StepCosts, auto_k, mean_steps, one_wave, shares_of, steady_state
 
-from .test_roofline import folders  # noqa: F401 (a fixture)
+from .test_roofline import MEASURED, folders  # noqa: F401 (a fixture)
+
+MT_BENCH = (0.80, 0.60, 0.47, 0.41, 0.25)
+"""Acceptance by position in the measured wave, unconditional."""
 
 
 def costs(k: int, *, merges: bool = True) -> StepCosts:
@@ -132,6 +137,16 @@ def test_auto_takes_the_k_of_the_fastest_steps() -> None:
         tpot = [roofline().iteration_ms(batch, k) / length for k, length in enumerate(lengths)]
         assert k == tpot.index(min(tpot))
     assert found[1] > found[64] > found[256]
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_measured_throughput_of_one_wave_within_eight_percent(k: int) -> None:
+    """Check the engine of that day: no graphs of passes over chunks, six batch sizes, and steps of 2,048 tokens."""
+    measured, sizes = json.loads(Path(MEASURED).read_text())["throughput"][f"k{k}"], [1, 4, 16, 64, 128, 256]
+    own = StepCosts(roofline(), Buckets(sizes, k), k, 150, 2048)
+    for batch in sizes:
+        rate = one_wave(own, batch, 200, MT_BENCH, waves=1 + 128 // batch)
+        assert rate == pytest.approx(measured[str(batch)]["tokens_per_s"], rel=0.08), batch
 
 
 def test_the_command(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

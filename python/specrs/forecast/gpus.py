@@ -8,9 +8,9 @@ from pathlib import Path
 
 MEMORY_SHARE = 0.887
 """Share of the published bandwidth that a copy reaches: 4.26 of 4.8 TB/s on an H200."""
-COMPUTE_SHARE = 0.60
+COMPUTE_SHARE = 0.72
 """Share of the published dense bf16 rate that products of many rows reach."""
-OVERLAP = 1.5
+OVERLAP = 1.75
 """Exponent p of a product's time `(b^p + f^p)^(1/p)`, from b ms for bytes and f ms for flops. 1 adds both; infinity
 takes the longer one."""
 ATTENTION_SHARE = 0.62

@@ -19,6 +19,8 @@ from functools import cache
 from itertools import accumulate, pairwise
 from math import ceil, comb
 
+import numpy as np
+
 from specrs.backends.cuda.backend import CudaBackend, batched_tokens_of
 from specrs.backends.cuda.shapes import MERGED_CHUNKS, MERGED_STEPS, Buckets, LogitsMode, batch_buckets
 from specrs.forecast.gpus import GAP_US
@@ -199,3 +201,28 @@ def auto_k(costs: Sequence[StepCosts], concurrency: int, shares: Sequence[float]
     the most tokens per millisecond in a step without prompts. `costs` are those of K = 0, 1, ...."""
     lengths = list(accumulate(shares, initial=1.0))
     return max(range(len(costs)), key=lambda k: lengths[k] / costs[k].step(concurrency, 0, 0).ms)
+
+
+def one_wave(costs: StepCosts, concurrency: int, output_len: int, shares: Sequence[float], waves: int) -> float:
+    """Return the tokens per second of `concurrency` requests that start together, until the last one ends. Simulates
+    `waves` waves, with accepted drafts drawn at random."""
+    random, k, total_ms = np.random.default_rng(concurrency), costs.k, 0.0
+    for _ in range(waves):
+        remaining, decodes = np.full(concurrency, output_len), np.zeros(concurrency, dtype=bool)
+        left, started, ended, last = concurrency * costs.input_len, 0, 0, 0
+        while left or decodes.any():
+            # Requests that draft may have ended in the step before without the scheduler knowing it.
+            rows = int(decodes.sum()) + (ended if k else 0)
+            step = costs.step(rows, concurrency - started, left)
+            total_ms += step.ms + costs.catch_up_ms(last)
+            drawn = random.random(concurrency)
+            tokens = 1 + sum((drawn < share).astype(np.int64) for share in shares[:k])
+            remaining -= decodes * tokens
+            ended = int((decodes & (remaining <= 0)).sum())
+            decodes &= remaining > 0
+            left -= step.tokens
+            before, started = started, concurrency - ceil(left / costs.input_len)
+            remaining[before:started] -= 1
+            decodes[before:started] = True
+            last = started - before
+    return 1e3 * waves * concurrency * output_len / total_ms
