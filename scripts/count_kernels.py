@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,8 @@ BEGIN, END = "<!-- scripts/count_kernels.py -->\n", "<!-- end -->\n"
 BEGIN_ASKING = "<!-- scripts/count_kernels.py: requests that ask -->\n"
 BENCHMARKS = ROOT / "docs/benchmarks.md"
 BEGIN_GAINS = "<!-- scripts/count_kernels.py: a table of products -->\n"
+BEGIN_LOAD = "<!-- scripts/count_kernels.py: throughput under load -->\n"
+BEGIN_DRAFTS = "<!-- scripts/count_kernels.py: cheaper drafts -->\n"
 BEGIN_WAVE = "<!-- scripts/count_kernels.py: one wave -->\n"
 NODE_BYTES = 10_000
 """Bytes of a kernel in a CUDA graph: "around 10KB per kernel node" (https://github.com/NVIDIA/cccl/pull/3768)."""
@@ -40,6 +42,18 @@ FASTER_TFLOPS = 790.0
 MEASURED = ROOT / "benches/results/NVIDIA_H200_9d1f9a6_bench_gpu.json"
 INPUT_LEN, OUTPUT_LEN = 150, 200
 """Tokens of a prompt and of an output under load, and in the measured wave."""
+CHEAP_DRAFT = "FP8 and 32,768 ids"
+DRAFTS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "32,768 ids": {"draft_vocab_size": 32768},
+    "FP8": {"draft_quantization": "fp8"},
+    CHEAP_DRAFT: {"draft_quantization": "fp8", "draft_vocab_size": 32768},
+}
+"""Settings of the roofline for each draft of the tables."""
+GOALS = {1: (60, 2.35), 16: (900, 2.05), 64: (2950, 1.31), 128: (4300, 1.05), 256: (4900, 1.00)}
+"""Goals by number of requests: tokens per second at K = 0, and speed-up of the best K."""
+VLLM = {1: ("57", 1.68), 16: ("854", 1.43), 64: ("2,690", 1.10), 128: ("3,690", 0.92), 256: ("4,000 to 4,250", 0.80)}
+"""Figures of vLLM on an H200 by a model of its published rows on another GPU: tokens per second, and speed-up."""
 sys.path.insert(0, str(ROOT / "tests"))
 
 
@@ -305,6 +319,67 @@ def reference_pair(**fields: Any) -> Any:
     return Roofline(GPUS["H200"], *models, context=INPUT_LEN + OUTPUT_LEN // 2, **fields)
 
 
+@dataclass(frozen=True)
+class Loads:
+    """Predictions of one engine under load, at InstructCoder's acceptance."""
+
+    of: dict[int, list[float]]
+    """For each number of requests, the tokens per second at K = 0, 1, ...."""
+    auto: dict[int, int]
+    """For each number of requests, the K that `auto` chooses."""
+
+    def best(self, count: int) -> int:
+        """Return the best K that drafts."""
+        rates = self.of[count]
+        return max(range(1, len(rates)), key=rates.__getitem__)
+
+    def cell(self, count: int, k: int) -> str:
+        """Return the tokens per second at K = `k`, with their ratio to K = 0."""
+        rates = self.of[count]
+        return f"{rates[k]:,.0f}, {rates[k] / rates[0]:.2f} ({k})"
+
+
+def loads(counts: Sequence[int], *, merges: bool = True, **fields: Any) -> Loads:
+    """Return the predictions for each number of requests in `counts`. `fields` are those of the roofline. Without
+    `merges`, prompts have a pass of their own."""
+    from specrs.forecast.steady import StepCosts, auto_k, steady_state
+
+    rates, roofline = published_rates("instructcoder"), reference_pair(**fields)
+    costs = [StepCosts.of_engine(roofline, k, INPUT_LEN, merges=merges) for k in range(len(rates) + 1)]
+    return Loads(
+        {count: [steady_state(one, count, OUTPUT_LEN, rates).tokens_per_s for one in costs] for count in counts},
+        {count: auto_k(costs, count, rates) for count in counts},
+    )
+
+
+def load_table() -> str:
+    """Return the predicted throughput under load next to its goals, as the table in docs/benchmarks.md."""
+    counts = list(GOALS)
+    apart, now, cheap = loads(counts, merges=False), loads(counts), loads(counts, **DRAFTS[CHEAP_DRAFT])
+    lines = [
+        "| requests | K = 0: prompts apart | now | goal | vLLM | best K: prompts apart | now | FP8 draft, 32,768 ids | "
+        "goal | vLLM | `auto` now |",
+        "|" + " --- |" * 11,
+    ]
+    for count, (goal, ratio) in GOALS.items():
+        plain, gain = VLLM[count]
+        cells = [f"{apart.of[count][0]:,.0f}", f"{now.of[count][0]:,.0f}", f"{goal:,}", plain]
+        cells += [one.cell(count, one.best(count)) for one in (apart, now, cheap)]
+        cells += [f"{ratio:.2f}", f"{gain:.2f}", now.cell(count, now.auto[count])]
+        lines.append(f"| {count} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def drafts_table() -> str:
+    """Return what cheaper drafts are predicted to gain under load, as the table in docs/benchmarks.md."""
+    counts = [1, 16, 32, 64, 128, 256]
+    lines = [f"| draft | {' | '.join(map(str, counts))} |", "| --- |" + " --- |" * len(counts)]
+    for name, fields in DRAFTS.items():
+        found = loads(counts, **fields)
+        lines.append(f"| {name} | {' | '.join(found.cell(count, found.best(count)) for count in counts)} |")
+    return "\n".join(lines) + "\n"
+
+
 def wave_table() -> str:
     """Return the predicted throughput of the wave that was measured on an H200, with its errors, as the table in
     docs/benchmarks.md. The engine had six batch sizes, no graphs of prompts, and steps of 2,048 tokens."""
@@ -422,6 +497,8 @@ def table(found: dict[str, tuple[int, int]]) -> str:
 def predictions() -> dict[str, str]:
     """Return the tables of docs/benchmarks.md by the line with which each begins."""
     return {
+        BEGIN_LOAD: load_table(),
+        BEGIN_DRAFTS: drafts_table(),
         BEGIN_GAINS: gains_table(),
         BEGIN_WAVE: wave_table(),
     }
