@@ -18,7 +18,7 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
-from specrs.errors import CheckpointError, InvalidConfigError, UnsupportedConfigError
+from specrs.errors import CheckpointError, InvalidConfigError, UnsupportedConfigError, short
 from specrs.models.decoder_weights import DecoderFacts
 from sweep import some, sweep
 
@@ -219,9 +219,21 @@ def test_what_is_rejected(qwen_bank: Bank, tmp_path: Path) -> None:
             made(own)
     with pytest.raises(UnsupportedConfigError, match=r"speculative_config\.draft_vocab_size=8.*draft_tensor_parallel"):
         made({"draft_vocab_size": 8, "draft_tensor_parallel_size": 2}, tensor_parallel_size=2)
-    (tmp_path / "counts.json").write_text('{"x": 1}')
-    with pytest.raises(CheckpointError, match="'x' must be a token id from 0 to 210"):
-        load_weights(made({"draft_vocab_size": 8, "draft_vocab_counts": str(tmp_path / "counts.json")}))
+    file = tmp_path / "counts.json"
+    for content, message in (
+        (None, "there is no such file"),
+        ("[3]", f"{file}: must hold a JSON object, found [3]"),
+        ('{"x": 1}', "'x' must be a token id from 0 to 210"),
+        ('{"211": 1}', "'211' must be a token id from 0 to 210"),
+        ('{"3": -1}', "3: -1 must be a number of at least 0"),
+        ('{"3": true}', "3: True must be a number of at least 0"),
+    ):
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(CheckpointError) as error:
+            load_weights(made({"draft_vocab_size": 8, "draft_vocab_counts": str(file)}))
+        remedy = "write a JSON file with the count of each of the target's token ids, as specrs.token_counts makes it"
+        assert str(error.value) == f"speculative_config.draft_vocab_counts={short(str(file))}: {message}; {remedy}"
 
 
 def test_a_draft_of_transformers_modules(qwen_bank: Bank, tmp_path: Path) -> None:

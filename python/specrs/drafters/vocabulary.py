@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from specrs.arrays import Array
-from specrs.drafters.method import MethodOptions, wrong
-from specrs.errors import CheckpointError, short
+from specrs.drafters.method import WHERE, MethodOptions, wrong
+from specrs.errors import CheckpointError, invalid, short
 from specrs.models.checkpoint import read_json
 from specrs.options import Integer, Text, option
 
@@ -54,11 +54,27 @@ def draft_ids(size: int | None, counts: str | None, vocab_size: int) -> Array:
         raise wrong("draft_vocab_size", size, f"must be at most {vocab_size}, the number of ids that can be drafted")
     if size is None or counts is None:
         return np.arange(vocab_size if size is None else size)
-    of_id = np.zeros(vocab_size, np.float64)
-    for key, count in read_json(Path(counts)).items():
+    return np.sort(np.argsort(-_counts_of_ids(counts, vocab_size), kind="stable")[:size])
+
+
+def _counts_of_ids(file: str, vocab_size: int) -> Array:
+    """Return the counts in `file`, `[vocab_size]` float64. Raises CheckpointError for a wrong file."""
+
+    def error(reason: str) -> CheckpointError:
+        remedy = "write a JSON file with the count of each of the target's token ids, as specrs.token_counts makes it"
+        return invalid(CheckpointError, WHERE + "draft_vocab_counts", file, f"{reason}; {remedy}")
+
+    if not Path(file).exists():
+        raise error("there is no such file")
+    try:
+        content = read_json(Path(file))
+    except CheckpointError as fault:
+        raise error(str(fault)) from fault
+    found = np.zeros(vocab_size, np.float64)
+    for key, count in content.items():
         if not key.isdecimal() or int(key) >= vocab_size:
-            raise CheckpointError(f"{counts}: {short(key)} must be a token id from 0 to {vocab_size - 1}")
+            raise error(f"{short(key)} must be a token id from 0 to {vocab_size - 1}")
         if type(count) not in (int, float) or not 0 <= count < np.inf:
-            raise CheckpointError(f"{counts}: {key}: {short(count)} must be a number of at least 0")
-        of_id[int(key)] = count
-    return np.sort(np.argsort(-of_id, kind="stable")[:size])
+            raise error(f"{key}: {short(count)} must be a number of at least 0")
+        found[int(key)] = count
+    return found
