@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,10 +230,22 @@ def test_devices_and_ranks_take_adapters(device: str, ranks: int) -> None:
 
 def test_config_files_are_read_as_json(checkpoint: Path, model: TorchDecoder, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "adapter", checkpoint, SPEC)
-    for text in ("[]", "{", json.dumps({"r": 4})):
+    for text in ("[]", "{", "[" * 100_000, json.dumps({"r": 4})):
         (path / "adapter_config.json").write_text(text, encoding="utf-8")
         with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
             store(model).load(request(path))
+
+
+@pytest.mark.parametrize("kind", ["A", "B"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_are_finite(kind: str, number: float, checkpoint: Path, model: TorchDecoder, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "adapter", checkpoint, SPEC)
+    tensors = load_file(path / "adapter_model.safetensors")
+    name = next(name for name in tensors if f"lora_{kind}" in name)
+    tensors[name][1, 1] = number
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.* must hold finite numbers"):
+        store(model).load(request(path))
 
 
 @pytest.mark.parametrize("beginning", TEXT_BEGINNINGS)

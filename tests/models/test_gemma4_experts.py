@@ -221,8 +221,8 @@ def test_planted_mistakes_are_found(folder: Path, mistake: str) -> None:
 def test_experts_of_another_activation_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, mixture = make(folder, "gemma4, experts"), torch_decoder.mixture
 
-    def with_silu(x: Tensor, weights: Any, experts: Any, _: Any, routed: Tensor) -> Tensor:
-        return mixture(x, weights, experts, torch_decoder.silu_and_mul, routed)
+    def with_silu(x: Tensor, weights: Any, experts: Any, _: Any, routed: Tensor, *others: Any) -> Tensor:
+        return mixture(x, weights, experts, torch_decoder.silu_and_mul, routed, *others)
 
     monkeypatch.setattr(torch_decoder, "mixture", with_silu)
     assert difference(by_torch(path), reference(path)) > 100 * BOUND

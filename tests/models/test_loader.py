@@ -103,7 +103,7 @@ def test_no_config(copy: Path) -> None:
         load_model(copy)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "\xff\xfe"])
+@pytest.mark.parametrize("content", ["{", "[1]", "\xff\xfe", "[" * 100_000])
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_config_is_no_json_object(copy: Path, file: str, content: str) -> None:
     (copy / file).write_bytes(content.encode("latin-1"))

@@ -104,6 +104,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.parent}: {path.name} is missing, a model folder must have one") from None
     except (OSError, ValueError) as fault:
         raise CheckpointError(f"{path}: could not be read as JSON: {fault}") from fault
+    except RecursionError:
+        raise CheckpointError(f"{path}: could not be read as JSON: it is nested too deep") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, found {short(content)}")
     return content

@@ -116,6 +116,10 @@ def load_lora(
         place, scale = known[module], config.scale_of(module)
         # Scale in float64, so that rounding to the model's dtype happens once.
         scaled = converted(file.mapped(b), FLOAT64) * scale
+        for tensor, numbers in ((a, converted(file.mapped(a), FLOAT64)), (b, scaled)):
+            if not np.isfinite(numbers).all():
+                times = f" times its scale of {scale}" if tensor == b else ""
+                raise CheckpointError(f"{path}: {tensor}{times} must hold finite numbers")
         part = LoRAPart(model.place(_inputs(module, file.mapped(a), c)), model.place(scaled), place.first)
         parts = layers[place.layer]
         parts[place.projection] = (*parts.get(place.projection, ()), part)
@@ -168,7 +172,7 @@ def _check(
     for module, names in found.items():
         rank, place = config.rank_of(module), known[module]
         if rank > max_lora_rank:
-            allowed = f"must be at most max_lora_rank={max_lora_rank}"
+            allowed = f"must be at most max_lora_rank={max_lora_rank}; raise max_lora_rank"
             raise invalid(CheckpointError, f"{path.parent}: the rank of {module}", rank, allowed)
         for kind, shape in (("A", (rank, place.inputs)), ("B", (place.outputs, rank))):
             own, dtype = entries[names[kind]]

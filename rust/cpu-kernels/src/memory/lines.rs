@@ -11,6 +11,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 const HUGE_PAGE: usize = 2 << 20;
 /// Least size of a [`Region`]. Pages that nothing has written take no memory.
 const REGION: usize = 64 << 20;
+/// A multiple of the size of all systems' small pages.
+const SMALL_PAGES: usize = 64 << 10;
 
 /// Bytes of one cache line.
 #[derive(Clone, Copy)]
@@ -54,8 +56,8 @@ impl Drop for Region {
 /// The region that arrays are made in, and how much of it is given away. It lives as long as one of its arrays.
 static OPEN: Mutex<(Weak<Region>, usize)> = Mutex::new((Weak::new(), 0));
 
-/// An array in memory that it shares with others. It begins at a cache line.
-pub(crate) struct Pages<T> {
+/// An array in memory that it shares with others. It begins at a cache line. Its pages are given back when it is dropped.
+pub(crate) struct Pages<T: Plain> {
     region: Arc<Region>,
     first: usize,
     len: usize,
@@ -87,6 +89,17 @@ impl<T: Plain> Pages<T> {
     }
 }
 
+impl<T: Plain> Drop for Pages<T> {
+    fn drop(&mut self) {
+        let end = (self.first + self.len * size_of::<T>()) / SMALL_PAGES * SMALL_PAGES;
+        let first = self.first.next_multiple_of(SMALL_PAGES);
+        if first < end {
+            // SAFETY: these pages of the region hold nothing but this array, whose values are read no more.
+            unsafe { give_back(self.region.memory.add(first), end - first) };
+        }
+    }
+}
+
 impl<T: Plain> Deref for Pages<T> {
     type Target = [T];
 
@@ -112,3 +125,16 @@ fn advise_huge_pages(memory: NonNull<u8>, size: usize) {
 
 #[cfg(not(all(target_os = "linux", not(miri))))]
 fn advise_huge_pages(_: NonNull<u8>, _: usize) {}
+
+/// Gives the memory of pages back to the system. They hold zeros or what they held.
+///
+/// # Safety
+/// The range belongs to an allocation, and its values are read no more.
+#[cfg(all(target_os = "linux", not(miri)))]
+unsafe fn give_back(memory: NonNull<u8>, size: usize) {
+    // SAFETY: by the caller; the range stays mapped. If the system does not take the advice, the pages stay as they are.
+    unsafe { libc::madvise(memory.as_ptr().cast(), size, libc::MADV_DONTNEED) };
+}
+
+#[cfg(not(all(target_os = "linux", not(miri))))]
+unsafe fn give_back(_: NonNull<u8>, _: usize) {}

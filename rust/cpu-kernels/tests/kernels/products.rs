@@ -439,7 +439,7 @@ fn matrices_share_no_bytes() {
         let mut row = vec![0.0; packed.inputs()];
         (0..packed.outputs()).all(|output| {
             packed.row(output, &mut row);
-            row.iter().all(|x| *x == f32::from(value))
+            row.iter().all(|x| x.to_bits() == f32::from(value).to_bits())
         })
     };
     std::thread::scope(|scope| {
@@ -462,4 +462,27 @@ fn matrices_share_no_bytes() {
             });
         }
     });
+}
+
+/// A dropped matrix gives its memory back while another one of the same region is kept.
+// A page has 4 KiB there.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[test]
+fn dropped_matrices_give_memory_back() {
+    let resident = || {
+        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+        pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4 / 1024
+    };
+    let of = |outputs: usize| {
+        let file = vec![0; outputs * 34 * 64];
+        Packed::new("w", BlockType::Q8_0, &file, 32 * 64, None, 1).unwrap()
+    };
+    let before = resident();
+    let (kept, large): (Vec<Packed>, Vec<Packed>) = (0..8).map(|_| (of(16), of(16_384))).unzip();
+    let full = resident();
+    drop(large);
+    let after = resident();
+    // Eight times 34 MiB. Other tests run next to this one.
+    assert!(full > before + 200 && after < full - 200, "{before}, {full} and {after} MiB");
+    drop(kept);
 }
