@@ -263,13 +263,15 @@ impl<'r> Round<'_, 'r> {
         let places = panels(rows, most).last().map_or(0, |last| last.start + width(last.len())) * blocks;
         let quads = &mut quads[..if wide { 0 } else { places * QUADS }];
         let (pairs, further) = (&mut pairs[..places * PAIRS], &mut further[..places * NUMBERS]);
-        let mut planes = self.tiles.map(|tiles| (tiles, planes.of(count / blocks, blocks)));
+        let mut planes = self.tiles.map(|tiles| (tiles, planes.of(rows, blocks)));
         let mut panels = panels(rows, most);
-        let mut panel = 0..0;
+        // The panel of the row, and its number of places side by side.
+        let (mut panel, mut across) = (0..0, 0);
         for i in 0..count {
             let (row, block) = (i / blocks, i % blocks);
             if row == panel.end {
                 panel = panels.next().expect("a panel for every row");
+                across = width(panel.len());
             }
             let mut moved = [0.0; BLOCK];
             let numbers = match self.order {
@@ -283,14 +285,13 @@ impl<'r> Round<'_, 'r> {
                 }
             };
             let (scale, codes) = round(numbers, self.to.largest());
-            let (width, lane) = (width(panel.len()), row - panel.start);
-            let place = panel.start * blocks + block * width;
-            put(pairs, place, width, lane, &paired(&codes));
+            let (place, lane) = (panel.start * blocks + block * across, row - panel.start);
+            put(pairs, place, across, lane, &paired(&codes));
             if !wide {
-                put(quads, place, width, lane, &quadrupled(&codes));
+                put(quads, place, across, lane, &quadrupled(&codes));
             }
             let [first, second] = totals(&codes);
-            put(further, place, width, lane, &further_words(scale, first, second));
+            put(further, place, across, lane, &further_words(scale, first, second));
             if let Some((_, planes)) = &mut planes {
                 let (at, lane) = (row / LANES * blocks + block, row % LANES);
                 planes.codes[at][lane] = if wide { halved(&codes) } else { narrow(&codes) };
