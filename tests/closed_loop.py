@@ -1,7 +1,7 @@
 """A closed loop of requests on a simulated GPU: the engine's scheduler and its choice of graphs, with the roofline's
 times of an H200 for Qwen3-32B and Qwen3-1.7B.
 
-    python tests/closed_loop.py    prints throughput and time to first token, with and without rooms
+    python tests/closed_loop.py    prints throughput and time to first token, with prompts apart and in verification
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def simulate(
     *,
     rooms: bool = True,
     merges: bool = True,
+    prompt: int = PROMPT,
+    output: int = OUTPUT,
     spread: int = 0,
     output_spread: int = 0,
     shift: int = 0,
@@ -117,7 +119,7 @@ def simulate(
 ) -> Outcome:
     """Serve `waves` requests for each of `concurrency` clients, each of which sends the next when one has ended.
 
-    Prompts have 150 tokens, or with `spread` up to `spread` more or fewer, and outputs 200, or likewise with
+    Prompts have `prompt` tokens, or with `spread` up to `spread` more or fewer, and outputs `output`, or likewise with
     `output_spread`. Without it, requests that start together end together at K = 0. `shift` is added to the number of
     tokens of every room. Without `rooms`, the scheduler does not know them; without `merges`, no graph has prompt
     chunks. `depth` steps are in flight.
@@ -157,8 +159,8 @@ def simulate(
         request = next(ids, None)
         if request is None:
             return
-        size = PROMPT + int(random.integers(-spread, spread + 1))
-        limit = size + OUTPUT + int(random.integers(-output_spread, output_spread + 1))
+        size = prompt + int(random.integers(-spread, spread + 1))
+        limit = size + output + int(random.integers(-output_spread, output_spread + 1))
         scheduler.add_request(request, np.full(size, 7), limit=limit, num_speculative_tokens=k)
         arrived[request] = now
 
@@ -224,15 +226,20 @@ def simulate(
 
 
 def main() -> None:
-    """Print what rooms for prompts in verification passes change."""
-    print(f"{'':>14}{'tokens/s':>22}{'first token, ms':>22}{'steps with prompts merged':>32}")
-    for k, concurrencies in ((0, (4, 8, 16, 32, 48)), (5, (2, 4, 8))):
-        for concurrency in concurrencies:
-            a, b = (simulate(concurrency, k, rooms=rooms) for rooms in (False, True))
-            shares = [f"{each.merged / (each.merged + each.alone):.0%}" for each in (a, b)]
+    """Print what prompts in verification passes change: with prompts and outputs of the usual lengths, and short
+    ones."""
+    print(f"{'':>26}{'tokens/s':>18}{'first token, ms':>22}{'steps with prompts merged':>28}")
+    for prompt, output, loads in (
+        (PROMPT, OUTPUT, [(0, 4), (0, 16), (0, 64), (0, 128), (0, 256), (5, 2), (5, 8), (2, 64)]),
+        (20, 20, [(0, 16), (0, 64), (0, 256)]),
+    ):
+        for k, concurrency in loads:
+            lengths = {"prompt": prompt, "output": output, "spread": 2 * prompt // 5, "output_spread": output // 2}
+            apart, now = (simulate(concurrency, k, merges=merges, depth=2, **lengths) for merges in (False, True))
             print(
-                f"K = {k}, {concurrency:>4}: {a.tokens_per_s:>10.0f} -> {b.tokens_per_s:>6.0f}"
-                f"{a.ttft_ms:>12.0f} -> {b.ttft_ms:>5.0f}{shares[0]:>18} -> {shares[1]:>5}"
+                f"{prompt:>4} in, {output:>3} out, K = {k}, {concurrency:>3}:"
+                f"{apart.tokens_per_s:>8.0f} -> {now.tokens_per_s:>6.0f}{apart.ttft_ms:>12.0f} -> {now.ttft_ms:>5.0f}"
+                f"{now.merged / (now.merged + now.alone):>24.0%}"
             )
 
 

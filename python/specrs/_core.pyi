@@ -612,15 +612,16 @@ class Scheduler:
             attention_cost_ratio: cost of attending to one position, relative to a token at the start of a context.
                 `max_prefill_stall_ms` estimates chunks deep in a context with it; layers with a window add nothing. At
                 least 0; default 1 / 4096.
-            merged_rooms: room for prompt tokens in the pass that verifies the tokens of decoding sequences, as
+            merged_rooms: rooms for prompt tokens in the passes that verify the tokens of decoding sequences, as
                 `(num_speculative_tokens, num_seqs, num_tokens)`, ascending. A step of B sequences whose largest number
-                of drafts is K uses the first room with this K and at least B sequences. It uses none if it verifies
-                less than half of B * (K + 1) tokens. Chunks next to decoding sequences are limited to the room. With
-                equally many drafts, a room for more sequences has no more tokens. None: every prompt chunk has a pass
-                of its own.
+                of drafts is K may use those with this K and the smallest number of sequences that is at least B. It
+                takes the first of which two hold its prompts, or else the last. It uses none if it verifies less than
+                half of B * (K + 1) tokens. Chunks next to decoding sequences are limited to the
+                room. None: every prompt chunk has a pass of its own.
             max_merged_chunks: maximum number of prompt chunks in such a pass; at least 1 with `merged_rooms`.
-            max_merged_steps: number of steps into whose rooms all running prompts must fit; at least 1 with
-                `merged_rooms`. If they do not fit, their chunks have a pass of their own and are not cut to a room.
+            max_merged_steps: number of steps with the largest room into which all running prompts must fit; at least 1
+                with `merged_rooms`. If they do not fit, their chunks have a pass of their own and are not cut to a
+                room.
             priority_aging_steps: number of steps that a request must have arrived earlier to go before one with a
                 priority better by 1. With 0, priority always counts more.
             max_loras: maximum number of different LoRA adapters among the running requests, at most 1024; 0 if no

@@ -98,12 +98,10 @@ def test_same_tokens(
 
 
 def few_rows(patch: pytest.MonkeyPatch) -> None:
-    """Treat passes of more than 8 rows as wide, instead of passes of more than 64, and divide the row counts of all
-    graphs by eight."""
-    patch.setattr(shapes, "FUSED_ROWS", 8)
-    patch.setattr(shapes, "MERGED_ROWS", (8,))
-    patch.setattr(shapes, "WIDE_MERGED_ROWS", tuple(rows // 8 for rows in shapes.WIDE_MERGED_ROWS))
-    patch.setattr(shapes, "_WIDE_CHUNK_ROWS", tuple(rows // 8 for rows in shapes._WIDE_CHUNK_ROWS))
+    """Treat passes of more than 8 rows as those whose products are not fused, and divide the row counts of all graphs
+    by eight."""
+    patch.setattr(shapes, "MERGED_ROWS", tuple(rows // 8 for rows in shapes.MERGED_ROWS))
+    patch.setattr(shapes, "_MORE_ROWS", tuple(rows // 8 for rows in shapes._MORE_ROWS))
     patch.setattr(shapes, "_LEAST_CHUNK_ROWS", 1)
     patch.setattr(products, "MAX_ROWS", 8)
 
@@ -130,7 +128,7 @@ def test_in_wide_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:  #
     ours, cpus, rows = wide_texts(pair, monkeypatch)
     assert_same(ours, cpus)
     assert len(rows) >= 3, rows
-    assert set(rows) <= {8, *shapes.WIDE_MERGED_ROWS}
+    assert set(rows) <= set(shapes.MERGED_ROWS)
 
 
 def test_a_bucket_that_drops_the_last_chunk_row_is_seen(
@@ -152,7 +150,7 @@ def test_a_bucket_that_drops_the_last_chunk_row_is_seen(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("total", [shapes.WIDE_MERGED_ROWS[0], shapes.WIDE_MERGED_ROWS[5]])
+@pytest.mark.parametrize("total", [shapes.MERGED_ROWS[1], shapes.MERGED_ROWS[6]])
 def test_in_passes_of_as_many_rows_as_a_gpu_has(pair: Pair, total: int) -> None:  # noqa: F811
     """Check a merged pass of `total` rows, a size that passes have on a GPU: two requests of 33 rows, and a prompt
     chunk of all other rows. Hidden states and KV equal those of one pass for the requests and another for the chunk."""

@@ -63,9 +63,11 @@ def test_a_simulated_loop_has_the_predicted_throughput(concurrency: int, k: int,
 
 def test_a_model_that_leaves_something_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the comparison finds prompts that are cut over too few steps, and a draft that never sees prompts."""
-    few, many = simulated(16, 0), simulated(64, 5)
-    monkeypatch.setattr(steady, "MERGED_STEPS", 1)
-    assert predicted(16, 0) != pytest.approx(few, rel=0.012)
+    few, many = simulated(128, 0), simulated(64, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(steady, "MERGED_STEPS", 1)
+        assert predicted(128, 0) != pytest.approx(few, rel=0.012)
+    assert predicted(64, 5) == pytest.approx(many, rel=0.012)
     monkeypatch.setattr(StepCosts, "_catch_up_ms", lambda *_: 0.0)
     assert predicted(64, 5) != pytest.approx(many, rel=0.012)
 
@@ -82,17 +84,16 @@ def test_a_request_that_decodes_alone() -> None:
 @pytest.mark.parametrize(
     ("k", "decoding", "prompts", "left", "tokens", "merged"),
     [
-        (0, 16, 1, 150, 44, True),  # 16 rows, 4 ends and 44 rows of a prompt are 64
-        (0, 16, 1, 18, 18, True),
-        (0, 16, 2, 177, 177, False),  # 4 times 44 are 176
-        (0, 64, 1, 150, 150, False),  # verification alone has 64 rows
-        (0, 63, 1, 150, 150, False),
-        (5, 8, 1, 48, 12, True),
-        (5, 8, 1, 49, 49, False),
+        (0, 16, 1, 44, 44, True),  # 16 rows, 4 ends and 44 rows of a prompt are 64
+        (0, 16, 1, 88, 44, True),
+        (0, 16, 1, 150, 150, True),  # two rooms of 44 are too few, and 192 rows have room for 172
+        (0, 16, 4, 600, 172, True),
+        (0, 16, 5, 689, 689, False),  # 4 times 172 are 688
+        (0, 64, 1, 150, 150, True),
+        (0, 64, 2, 300, 156, True),
+        (5, 8, 1, 150, 150, True),
         (1, 64, 1, 150, 150, True),
-        (1, 64, 4, 150, 150, True),
-        (1, 64, 5, 150, 150, False),  # more than four prompts
-        (1, 64, 2, 300, 300, False),  # wide graphs have room for one usual prompt
+        (1, 64, 5, 600, 188, True),
         (0, 255, 1, 150, 150, True),
         (0, 256, 1, 150, 150, False),  # more than max_num_seqs
         (0, 0, 1, 150, 150, False),

@@ -30,6 +30,8 @@ from specrs.model_values import DEFAULT_MAX_NUM_SEQS
 _LEAST = 1e-6
 """Probability below which a state or a number of arrivals is left out. The chain has settled if its states change by
 less."""
+_FEW_ROOMS = 2
+"""Number of rooms of one size that should hold a step's prompts, as in the scheduler."""
 _MAX_STEPS = 2000
 """Maximum number of steps for which the chain is followed."""
 
@@ -118,8 +120,10 @@ class StepCosts:
     def _cut(self, decoding: int, prompts: int, left: int) -> tuple[int, int]:
         """Return the number of prompt tokens of a step and the number of prompts that they are of, as the scheduler
         chooses them."""
-        room = next((tokens for seqs, tokens in self._rooms if seqs >= decoding), 0) if decoding else 0
-        if left <= MERGED_STEPS * room and prompts <= MERGED_STEPS * MERGED_CHUNKS:
+        most = next((seqs for seqs, _ in self._rooms if seqs >= decoding > 0), None)
+        rooms = [tokens for seqs, tokens in self._rooms if seqs == most]
+        if rooms and left <= MERGED_STEPS * rooms[-1] and prompts <= MERGED_STEPS * MERGED_CHUNKS:
+            room = next((tokens for tokens in rooms if left <= _FEW_ROOMS * tokens), rooms[-1])
             return min(left, room), min(prompts, MERGED_CHUNKS)
         most = max(self._max_tokens - decoding * (self.k + 1), ceil(self._max_tokens / 4))
         # Whole prompts or equal parts of one, so that few numbers of tokens can be left.

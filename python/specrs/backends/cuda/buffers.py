@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specrs.backends.cuda.shapes import WIDE_MERGED_ROWS, Shape
+from specrs.backends.cuda.shapes import MERGED_ROWS, Shape
 from specrs.backends.cuda.slots import Results, section_views
 from specrs.core import Scheduler
 from specrs.kernels.cuda.group_rows import GroupRows
@@ -107,7 +107,7 @@ class Buffers:
         lacks."""
         b, k, first_pass_rows = max_num_seqs, num_speculative_tokens, drafting.first_pass_rows
         n, own = b * (k + 1), b * (k if drafting.in_parallel else 1)
-        passed = max(n, WIDE_MERGED_ROWS[-1])
+        passed = max(n, MERGED_ROWS[-1])
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)

@@ -24,7 +24,7 @@ from specrs.backends.cuda.graphs import Graphs, Uncaptured, capture_all
 from specrs.backends.cuda.row_state import RowState
 from specrs.backends.cuda.runner import CudaRunner, Work
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
-from specrs.backends.cuda.shapes import MERGED_CHUNKS, MERGED_STEPS, WIDE_MERGED_ROWS, Buckets, batch_buckets
+from specrs.backends.cuda.shapes import MERGED_CHUNKS, MERGED_ROWS, MERGED_STEPS, Buckets, batch_buckets
 from specrs.backends.cuda.slots import host_drafts
 from specrs.backends.cuda.warm_up import warm_up
 from specrs.core import Scheduler
@@ -84,7 +84,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     # Final states need no buffer of their own.
     num_layers = blueprint.weights.target.num_layers
     layers = [] if loaded is None else [layer for layer in loaded.hidden_layers if layer <= num_layers]
-    target_rows = max(config.batched_tokens, config.most_seqs * (k + 1), WIDE_MERGED_ROWS[-1])
+    target_rows = max(config.batched_tokens, config.most_seqs * (k + 1), MERGED_ROWS[-1])
     target = with_buffers(
         cast("TorchModel", blueprint.weights.target),
         target_rows,

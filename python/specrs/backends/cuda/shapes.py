@@ -64,31 +64,24 @@ class MergedShape:
         return self.verify.rows + self.chunk_rows
 
 
-FUSED_ROWS = 64
-"""Largest number of rows of a pass whose products are the kernels of verification alone. Wider ones use cuBLAS."""
-MERGED_ROWS = (32, FUSED_ROWS)
-"""Numbers of rows of a pass with prompt chunks, if its verification alone has at most `FUSED_ROWS` rows. It then keeps
-its kernels, so other texts do not change."""
-WIDE_MERGED_ROWS = (96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Numbers of rows of a pass with prompt chunks, if its verification alone has more than `FUSED_ROWS` rows. cuBLAS may
-add in another order for each of them, as it may for each padded batch."""
-_WIDE_CHUNK_ROWS = (32, 96, 160)
-"""Numbers of chunk rows for which a wide pass takes the next number of rows: part of a prompt, half of a usual one, and
-a usual one."""
+MERGED_ROWS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768)
+"""Numbers of rows of a verification pass with prompt chunks."""
+_MORE_ROWS = (48, 160)
+"""Numbers of rows that a pass with prompt chunks has at least more than its verification: for a part of a prompt, and
+for a usual prompt. They include the last rows of prompts that end."""
 _LEAST_CHUNK_ROWS = 8
 """Least number of rows that a merged shape must leave for chunks."""
 MERGED_CHUNKS = 4
 """Largest number of prompt chunks in a verification pass."""
 MERGED_STEPS = 4
-"""Number of steps over which prompts are spread so that their chunks fit into verification passes of at most
-`FUSED_ROWS` rows. On an H200 with a target of 32B parameters, chunks add up to 3.3 ms to such a pass, and a pass of
-their own takes 17 ms or more. More steps save little, and delay a prompt's first token."""
+"""Maximum number of steps over which prompts are spread so that their chunks fit into verification passes. More steps
+save little, and delay a prompt's first token."""
 CHUNK_ROWS = (16, 32, 64, 96, 128, 160, 192, 256)
 """Numbers of rows of captured passes over chunks. In longer passes the GPU takes longer than the host, so a graph gains
 nothing."""
 CHUNK_SEQS = (1, 8)
 """Numbers of prompt chunks for which passes are captured; others are padded to the next one."""
-MAX_CAPTURED_ROWS = max(CHUNK_ROWS[-1], WIDE_MERGED_ROWS[-1])
+MAX_CAPTURED_ROWS = max(CHUNK_ROWS[-1], MERGED_ROWS[-1])
 """Largest number of rows of chunks in a captured pass."""
 
 
@@ -221,15 +214,14 @@ class Buckets:
         """Return the shape of `whole`, for `count` sequences, with `chunks` prompt chunks of `rows` rows in total in
         its verification pass. None: they do not fit and need their own pass.
 
-        If `whole` has more than `FUSED_ROWS` rows, the shape may have a larger batch.
+        The shape may have a larger batch.
         """
         if chunks > self.merged_seqs:
             return None
         # A shape has room for its batch and some chunks, but for no more than max_num_seqs sequences.
         room = (s for s in self._merged[_kind(whole)] if s.chunk_rows >= rows and count + chunks <= s.num_seqs)
-        wide = whole.rows > FUSED_ROWS
-        fitting = (s for s in room if s.decode == whole or (wide and s.decode.batch > whole.batch))
-        return min(fitting, key=lambda shape: shape.rows, default=None)
+        fitting = (s for s in room if s.decode.batch >= whole.batch)
+        return min(fitting, key=lambda shape: (shape.rows, shape.decode.batch), default=None)
 
     def merged_shapes(self) -> Iterator[MergedShape]:
         """Yield every whole graph with prompt chunks, largest first."""
@@ -237,36 +229,26 @@ class Buckets:
         yield from sorted(every, key=lambda shape: (-shape.rows, -shape.decode.batch))
 
     def merged_rooms(self) -> list[tuple[int, int, int]]:
-        """Return `(drafts, sequences, tokens)`, ascending: the largest number of prompt tokens in the verification pass
-        of so many sequences with so many drafts each, where it has at most `FUSED_ROWS` rows.
+        """Return `(drafts, sequences, tokens)`, ascending: numbers of prompt tokens for which there are verification
+        passes of so many sequences with so many drafts each.
 
-        Where the record may have the drafts of some sequences, only steps without drafts have a room, because steps
+        Where the record may have the drafts of some sequences, only steps without drafts have rooms, because steps
         that mix both kinds run pass by pass.
         """
-        rooms: dict[tuple[int, int], int] = {}
-        for shape in self.merged_shapes():
-            key = shape.decode.max_k, shape.decode.batch
-            if shape.decode.rows <= FUSED_ROWS and not (self._mixes and shape.decode.max_k):
-                rooms[key] = max(rooms.get(key, 0), shape.chunk_rows)
-        return [(*key, rows) for key, rows in sorted(rooms.items())]
+        shapes = (s for s in self.merged_shapes() if not (self._mixes and s.decode.max_k))
+        return sorted({(s.decode.max_k, s.decode.batch, s.chunk_rows) for s in shapes})
 
     def _merged_shapes(self, max_num_seqs: int, max_rows: int) -> Iterator[MergedShape]:
-        for alone in self._merging():
-            none = ChunkShape(0, self.merged_seqs)
-            merged = MergedShape(alone, min(alone.batch + self.merged_seqs, max_num_seqs), none)
-            for total in _merged_rows(alone, merged.rows):
-                rows = min(total - merged.rows, max_rows)
-                if rows >= _LEAST_CHUNK_ROWS:
-                    yield replace(merged, chunk_shape=replace(none, rows=rows))
-
-    def _merging(self) -> Iterator[Shape]:
-        """Yield the iterations that have graphs with prompt chunks. Wide ones have them for coarse batches alone."""
-        for batch in self.batches:
+        """Yield the whole graphs with prompt chunks."""
+        for batch in self.chained_batches:
             for k in self.whole_ks:
+                rows, seqs = batch * (k + 1), min(batch + self.merged_seqs, max_num_seqs)
+                totals = (_at_least(MERGED_ROWS, rows + more) for more in _MORE_ROWS)
+                rooms = {min(total - rows - (seqs - batch), max_rows) for total in totals if total is not None}
                 for logits_mode in (LogitsMode.SAMPLED, LogitsMode.GREEDY):
-                    alone = Shape(batch, k, batch * (k + 1), logits_mode, self._passes(k, None))
-                    if alone.rows <= FUSED_ROWS or batch in self.chained_batches:
-                        yield alone
+                    alone = Shape(batch, k, rows, logits_mode, self._passes(k, None))
+                    for room in sorted(room for room in rooms if room >= _LEAST_CHUNK_ROWS):
+                        yield MergedShape(alone, seqs, ChunkShape(room, self.merged_seqs))
 
     def chunks(self, rows: int, seqs: int) -> ChunkShape | None:
         """Return the smallest captured pass over `seqs` chunks of `rows` rows in total; None if all are smaller."""
@@ -300,15 +282,6 @@ class Buckets:
             for width in reversed(self.widths):
                 for greedy in (False, True):
                     yield batch, batch * width, greedy
-
-
-def _merged_rows(alone: Shape, without_chunks: int) -> list[int]:
-    """Return the numbers of rows of passes with prompt chunks after the iteration `alone`. `without_chunks` is their
-    number of rows before the chunks."""
-    if alone.rows <= FUSED_ROWS:
-        return list(MERGED_ROWS)
-    most = WIDE_MERGED_ROWS[-1]
-    return sorted({_at_least(WIDE_MERGED_ROWS, without_chunks + rows) or most for rows in _WIDE_CHUNK_ROWS})
 
 
 def _kind(shape: Shape) -> tuple[int, LogitsMode, int | None]:

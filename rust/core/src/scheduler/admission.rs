@@ -20,10 +20,12 @@ impl Scheduler {
     /// single request.
     pub(super) fn admit(&mut self, plan: &mut Plan) -> Result<()> {
         if self.waiting.is_empty() || self.free_rows.is_empty() {
+            self.num_delays = 0;
             return Ok(());
         }
         let block_size = self.config.block_size;
         let most_prefill = self.budget(plan).most_prefill();
+        let num_delays = std::mem::take(&mut self.num_delays);
         let mut growth = self.growth_of_running(most_prefill);
         let (mut num_held_back, mut loras) = (0, self.running_loras());
         self.queue_by_turn(plan);
@@ -37,6 +39,9 @@ impl Scheduler {
                 uploads <= self.record_layout.upload_token.len && constraints <= self.record_layout.constraint.len;
             let has_budget = self.budget(plan).prefill_left > 0 && !self.has_all_merged(plan);
             if self.free_rows.len() == num_held_back || !has_budget || !fits {
+                if !has_budget && self.merges(plan) {
+                    self.num_delays = num_delays + 1;
+                }
                 break;
             }
             if left == 0 {
@@ -64,7 +69,7 @@ impl Scheduler {
                 break;
             }
             let start = plan.hits.len() * block_size;
-            if plan.budget.is_some_and(|budget| budget.merging.is_some()) {
+            if self.merges(plan) {
                 self.admit_chunk(plan, index, num_tokens - start);
                 left = self.chunk_left(plan, index, 0, usize::MAX);
             }

@@ -78,17 +78,17 @@ pub struct SchedulerConfig {
     /// [`Self::max_prefill_stall_ms`] counts a chunk deep in its context as longer. Layers with a window attend to no
     /// more positions and add nothing. Finite and at least 0.
     pub attention_cost_ratio: f64,
-    /// Rooms for prompt tokens in the pass that verifies the tokens of decoding sequences. Empty: every chunk has a
-    /// pass of its own. A step of B sequences whose largest number of drafts is K uses the first room with this K and
-    /// at least B sequences. It uses none if it verifies less than half of B * (K + 1) tokens. Sorted by
-    /// [`MergedRoom::num_speculative_tokens`], then by [`MergedRoom::num_seqs`]. With equally many drafts, a room for
-    /// more sequences has no more tokens.
+    /// Rooms for prompt tokens in the passes that verify the tokens of decoding sequences. Empty: every chunk has a pass
+    /// of its own. A step of B sequences whose largest number of drafts is K may use the rooms with this K and the
+    /// smallest number of sequences that is at least B. It takes the first one of which two hold its prompts, or else
+    /// the last. It uses none if it verifies less than half of B * (K + 1) tokens. Sorted by
+    /// [`MergedRoom::num_speculative_tokens`], then by [`MergedRoom::num_seqs`], then by [`MergedRoom::num_tokens`].
     pub merged_rooms: Vec<MergedRoom>,
     /// Maximum number of prompt chunks in a verification pass with room for them. At least 1 with
     /// [`Self::merged_rooms`].
     pub max_merged_chunks: usize,
-    /// Number of steps into whose rooms all running prompts must fit. Otherwise their chunks have a pass of their own and
-    /// are not cut to a room. At least 1 with [`Self::merged_rooms`].
+    /// Number of steps with the largest room into which all running prompts must fit. Otherwise their chunks have a pass
+    /// of their own and are not cut to a room. At least 1 with [`Self::merged_rooms`].
     pub max_merged_steps: usize,
     /// Number of steps by which a request must have arrived earlier, to go before a request whose priority is better by
     /// 1. With 0, priority always counts more.
@@ -226,11 +226,9 @@ impl SchedulerConfig {
         }
         for pair in self.merged_rooms.windows(2) {
             let [a, b] = [pair[0], pair[1]];
-            if (a.num_speculative_tokens, a.num_seqs) >= (b.num_speculative_tokens, b.num_seqs) {
-                return rejected(&b, "in order of drafts, then of sequences");
-            }
-            if a.num_speculative_tokens == b.num_speculative_tokens && a.num_tokens < b.num_tokens {
-                return rejected(&b, "at most as many tokens as with fewer sequences");
+            let order = |room: MergedRoom| (room.num_speculative_tokens, room.num_seqs, room.num_tokens);
+            if order(a) >= order(b) {
+                return rejected(&b, "in order of drafts, then of sequences, then of tokens");
             }
         }
         Ok(())

@@ -1,14 +1,17 @@
 //! Prompt chunks in the verification pass of a step, where the device has room for them next to decoding sequences.
 //! Such chunks need no pass of their own, which would read the target's weights a second time.
 //!
-//! A step merges its chunks if [`crate::SchedulerConfig::merged_rooms`] has a room for its decoding sequences, and if
-//! all running prompts fit into `max_merged_steps` such steps. Its chunks are then cut to the room, and the time of
-//! [`crate::SchedulerConfig::max_prefill_stall_ms`] does not limit them. Other steps cut their chunks as if there were
-//! no rooms.
+//! A step merges its chunks if [`crate::SchedulerConfig::merged_rooms`] has rooms for its decoding sequences, and if
+//! all running prompts fit into `max_merged_steps` steps with the largest of them. It takes the smallest room of
+//! which two hold its prompts, because a pass with a larger room is padded to more rows. Its chunks are then
+//! cut to the room, and the time of [`crate::SchedulerConfig::max_prefill_stall_ms`] does not limit them.
+//! Other steps cut their chunks as if there were no rooms.
 //!
-//! No prompt starves. A merged step fills its room or ends all prompts that have a chunk in it, and there are
-//! `max_merged_chunks` of those unless it ends all prompts. So after at most `2 * max_merged_steps` merged steps without
-//! a new prompt, none is left. New prompts that exceed this work make the step an unmerged one.
+//! No prompt starves. A merged step fills its room, which is at least the `1 / max_merged_steps` part of all running
+//! prompts, or it ends all prompts that have a chunk in it, and there are `max_merged_chunks` of those unless it ends
+//! all prompts. New prompts that exceed this work make the step an unmerged one. The next step is one, too, if
+//! the last `MAX_DELAYS` steps left no room for a waiting prompt that could have a row. Otherwise short prompts could
+//! arrive faster than merged steps take them.
 
 use super::Scheduler;
 use super::config::MergedRoom;
@@ -17,17 +20,25 @@ use super::request::RequestIndex;
 use super::row::Row;
 use crate::sampling::STEPS_ON_LOGITS;
 
+/// Number of rooms of one size that should hold a step's prompts. Smaller rooms cost more passes, larger ones padding.
+const FEW_ROOMS: usize = 2;
+/// Number of merged steps in a row that may leave no room for a waiting prompt.
+const MAX_DELAYS: usize = 2;
+
 impl Scheduler {
     /// Changes `budget`, of a step whose chunks have a pass of their own, to that of a step that merges them. Leaves it
     /// unchanged if they cannot be merged. The plan must have no chunks.
     pub(super) fn merge(&self, plan: &Plan, decoding: Decoding, budget: &mut Budget) {
-        let Some(room) = self.merged_room(decoding) else { return };
-        let room = room.min(budget.prefill_left);
+        if self.num_delays >= MAX_DELAYS {
+            return;
+        }
+        let Some(largest) = self.merged_rooms(decoding).last() else { return };
+        let largest = largest.min(budget.prefill_left);
         let mut merging = Merging {
             num_prompts: 0,
             num_tokens: 0,
-            max_tokens: self.config.max_merged_steps * room,
-            withheld: budget.prefill_left - room,
+            max_tokens: self.config.max_merged_steps * largest,
+            withheld: 0,
             alone_ms: budget.prefill_ms,
         };
         let placed = plan.decodes.iter().map(|decode| decode.row);
@@ -40,20 +51,33 @@ impl Scheduler {
             merging.num_tokens += num_left(row);
         }
         if self.fits(&merging) {
+            let expected = merging.num_tokens + self.next_prompts();
+            let few = self.merged_rooms(decoding).find(|room| expected <= FEW_ROOMS * room);
+            let room = few.unwrap_or(largest).min(largest);
+            merging.withheld = budget.prefill_left - room;
             (budget.prefill_left, budget.prefill_ms) = (room, f64::INFINITY);
             budget.merging = Some(merging);
         }
     }
 
-    /// Returns the number of prompt tokens for which the verification pass of these sequences has room.
-    fn merged_room(&self, decoding: Decoding) -> Option<usize> {
+    /// Returns the numbers of prompt tokens for which verification passes of these sequences have room, ascending.
+    fn merged_rooms(&self, decoding: Decoding) -> impl Iterator<Item = usize> {
         let Decoding { num_seqs, max_k, num_tokens } = decoding;
+        let serves = |room: &MergedRoom| room.num_speculative_tokens == max_k && room.num_seqs >= num_seqs;
         // Sequences that draft much less than the one that drafts the most are not padded to it, but run pass by pass.
-        if num_seqs == 0 || 2 * num_tokens < num_seqs * (max_k + 1) {
-            return None;
-        }
-        let fits = |room: &&MergedRoom| room.num_speculative_tokens == max_k && room.num_seqs >= num_seqs;
-        self.config.merged_rooms.iter().find(fits).map(|room| room.num_tokens)
+        let is_padded = num_seqs > 0 && 2 * num_tokens >= num_seqs * (max_k + 1);
+        let rooms = &self.config.merged_rooms;
+        let first = rooms.iter().position(serves).filter(|_| is_padded).unwrap_or(rooms.len());
+        let same =
+            move |room: &&MergedRoom| (room.num_speculative_tokens, room.num_seqs) == (max_k, rooms[first].num_seqs);
+        rooms[first..].iter().take_while(same).map(|room| room.num_tokens)
+    }
+
+    /// Returns the number of tokens of the waiting prompts that a step with merged chunks may admit. Cached tokens
+    /// count, too, because nothing was looked up yet.
+    fn next_prompts(&self) -> usize {
+        let most = self.free_rows.len().min(self.config.max_merged_chunks);
+        self.waiting.values().take(most).map(|&index| self.requests[index].tokens.len()).sum()
     }
 
     /// Returns whether a request may be in a step that merges its chunks: it reports no log probabilities, and changes
@@ -68,9 +92,14 @@ impl Scheduler {
             && merging.num_prompts <= self.config.max_merged_steps * self.config.max_merged_chunks
     }
 
+    /// Returns whether the step merges its chunks.
+    pub(super) fn merges(&self, plan: &Plan) -> bool {
+        plan.budget.is_some_and(|budget| budget.merging.is_some())
+    }
+
     /// Returns whether the step merges its chunks and has as many as it may.
     pub(super) fn has_all_merged(&self, plan: &Plan) -> bool {
-        plan.budget.is_some_and(|budget| budget.merging.is_some()) && plan.chunks.len() >= self.config.max_merged_chunks
+        self.merges(plan) && plan.chunks.len() >= self.config.max_merged_chunks
     }
 
     /// Counts a new prompt, of which `num_tokens` tokens are not cached, in the work of a step that merges its chunks.

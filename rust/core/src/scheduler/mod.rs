@@ -146,6 +146,8 @@ pub struct Scheduler {
     by_id: HashMap<i64, RequestIndex, FxBuildHasher>,
     /// Requests without a row, most important first.
     waiting: BTreeMap<Order, RequestIndex>,
+    /// Number of last plans in a row whose merged chunks left no room for a waiting request that could have a row.
+    num_delays: usize,
     /// Number of live requests with a caller.
     num_with_caller: usize,
     rows: Vec<Row>,
@@ -209,6 +211,7 @@ impl Scheduler {
             requests: Requests::default(),
             by_id: HashMap::default(),
             waiting: BTreeMap::new(),
+            num_delays: 0,
             num_with_caller: 0,
             rows: vec![Row::default(); rows],
             free_rows: (0..rows as RowIndex).rev().collect(),

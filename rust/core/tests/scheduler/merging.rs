@@ -82,6 +82,64 @@ fn a_prompt_that_takes_too_many_steps_has_passes_of_its_own() {
     }
 }
 
+/// Returns rooms of 16, 40 and 90 tokens next to up to four sequences, and of 100 next to up to eight.
+fn several_rooms() -> Vec<MergedRoom> {
+    let room = |(num_seqs, num_tokens)| MergedRoom { num_speculative_tokens: 0, num_seqs, num_tokens };
+    [(4, 16), (4, 40), (4, 90), (8, 100)].map(room).to_vec()
+}
+
+#[test]
+fn of_several_rooms_a_step_takes_the_smallest_of_which_two_hold_its_prompts() {
+    for (len, expected) in [
+        (16, &[16][..]),
+        (32, &[16, 16]),
+        (33, &[33]),
+        (80, &[40, 40]),
+        (81, &[81]),
+        (150, &[90, 40, 16, 4]),
+        (360, &[90, 90, 90, 90]),
+        (361, &[361]),
+    ] {
+        let mut driver = decoding(SchedulerConfig { merged_rooms: several_rooms(), ..merging() }, 2);
+        driver.add(9, &ask(9, len, 2)).unwrap();
+        assert_eq!(chunks(&mut driver, 9), expected, "{len} tokens");
+    }
+    let mut driver = decoding(SchedulerConfig { merged_rooms: several_rooms(), ..merging() }, 5);
+    driver.add(9, &ask(9, 20, 2)).unwrap();
+    driver.add(10, &ask(10, 390, 2)).unwrap();
+    assert_eq!(chunks(&mut driver, 10), [410], "next to five there is one room, for 400 tokens in four steps");
+}
+
+#[test]
+fn the_room_counts_the_prompts_that_wait() {
+    let config = SchedulerConfig { merged_rooms: several_rooms(), ..merging() };
+    let mut driver = decoding(config.clone(), 2);
+    driver.add(8, &ask(8, 30, 2)).unwrap();
+    driver.add(9, &ask(9, 100, 2)).unwrap();
+    let header = driver.plan_step();
+    assert_eq!((header.num_prefill, header.num_prefill_tokens), (2, 90), "of 130 tokens");
+    let mut driver = decoding(SchedulerConfig { max_num_seqs: 3, ..config }, 2);
+    driver.add(8, &ask(8, 30, 2)).unwrap();
+    driver.add(9, &ask(9, 100, 2)).unwrap();
+    let header = driver.plan_step();
+    assert_eq!((header.num_prefill, header.num_prefill_tokens), (1, 16), "there is no row for the second");
+}
+
+#[test]
+fn prompts_that_arrive_faster_than_merged_steps_take_them_get_passes_of_their_own() {
+    let mut driver = decoding(SchedulerConfig { max_num_seqs: 16, ..merging() }, 1);
+    let (mut made, mut id) = (Vec::new(), 10);
+    for _ in 0..12 {
+        for _ in 0..=CHUNKS {
+            driver.add(id, &ask(id as u64, 5, 1)).unwrap();
+            id += 1;
+        }
+        made.push(driver.plan_step().num_prefill);
+        driver.settle();
+    }
+    assert_eq!(made, [3, 3, 6, 3, 3, 6, 3, 3, 6, 3, 3, 6], "three prompts a merged step");
+}
+
 #[test]
 fn without_a_room_nothing_is_cut() {
     let mut driver = decoding(SchedulerConfig { merged_rooms: rooms(2, 3, 64), ..merging() }, 3);
@@ -197,16 +255,18 @@ struct Check {
     rest: BTreeMap<i64, usize>,
     /// Ids of requests whose logits are changed or reported; next to them no chunks are merged.
     on_logits: Vec<i64>,
+    /// Whether requests waited after the last two steps. The step then merges chunks only if they waited for rows.
+    waited: bool,
 }
 
 impl Check {
     /// Reads a driver's prompts before a plan.
-    fn before(driver: &Driver, lens: &BTreeMap<i64, usize>, on_logits: &[i64]) -> Self {
+    fn before(driver: &Driver, lens: &BTreeMap<i64, usize>, on_logits: &[i64], waited: bool) -> Self {
         let rest = driver.scheduler.request_ids().filter_map(|id| {
             let view = driver.scheduler.request(id).expect("a live request");
             (view.state != RequestState::Decode).then(|| (id, lens[&id] - view.num_computed_tokens))
         });
-        Self { rest: rest.collect(), on_logits: on_logits.to_vec() }
+        Self { rest: rest.collect(), on_logits: on_logits.to_vec(), waited }
     }
 
     /// Checks a step's chunks. If they may be merged, they fit the room, and fill it or end all prompts; else they take
@@ -217,19 +277,25 @@ impl Check {
         let running: Vec<_> = self.rest.iter().filter(|(id, _)| has_row(id)).collect();
         let left: usize = running.iter().map(|(_, left)| **left).sum();
         let config = driver.scheduler.config();
-        let room = config.merged_rooms.iter().find(|room| room.num_seqs >= num_decode).map(|room| room.num_tokens);
+        let num_seqs = config.merged_rooms.iter().map(|room| room.num_seqs).find(|&most| most >= num_decode);
+        let of_batch = config.merged_rooms.iter().filter(|room| Some(room.num_seqs) == num_seqs);
+        let rooms: Vec<_> = of_batch.map(|room| room.num_tokens).collect();
+        let most = rooms.last().map_or(0, |largest| STEPS * largest);
         let plain = driver.scheduler.request_ids().all(|id| !has_row(&id) || !self.on_logits.contains(&id));
-        let room =
-            room.filter(|&room| num_decode > 0 && plain && left <= STEPS * room && running.len() <= STEPS * CHUNKS);
-        match room {
-            Some(room) => {
-                assert!(num_prefill_tokens <= room && num_prefill <= CHUNKS, "{header:?}: room for {room}");
-                let full = num_prefill_tokens == room || num_prefill == CHUNKS;
-                assert!(full || num_prefill_tokens == left, "{header:?}: {left} are left, room for {room}");
-            }
-            None => assert_eq!(num_prefill_tokens, left, "{header:?}: a pass of their own takes all"),
+        let mut merges =
+            num_decode > 0 && !rooms.is_empty() && plain && left <= most && running.len() <= STEPS * CHUNKS;
+        merges &= !(self.waited && num_prefill_tokens == left);
+        if merges {
+            let largest = rooms[rooms.len() - 1];
+            assert!(num_prefill_tokens <= largest && num_prefill <= CHUNKS, "{header:?}: rooms for {rooms:?}");
+            let full = rooms.contains(&num_prefill_tokens) || num_prefill == CHUNKS;
+            assert!(full || num_prefill_tokens == left, "{header:?}: {left} are left, rooms for {rooms:?}");
+            let few = rooms.iter().find(|&room| left <= 2 * room).unwrap_or(&largest);
+            assert!(num_prefill_tokens >= *few || num_prefill == CHUNKS || num_prefill_tokens == left, "{header:?}");
+        } else {
+            assert_eq!(num_prefill_tokens, left, "{header:?}: a pass of their own takes all");
         }
-        room.is_some() && num_prefill > 0
+        merges && num_prefill > 0
     }
 }
 
@@ -242,9 +308,13 @@ fn every_merged_chunk_fits_and_no_prompt_starves() {
             number += 1;
             (mix(seed * 100_000 + number) % n) as usize
         };
-        let total = [20, 40, 64][below(3)];
-        let mut driver = Driver::new(SchedulerConfig { merged_rooms: rooms(6, 0, total), ..merging() });
+        let merged_rooms = match below(4) {
+            3 => several_rooms(),
+            of => rooms(6, 0, [20, 40, 64][of]),
+        };
+        let mut driver = Driver::new(SchedulerConfig { merged_rooms, ..merging() });
         let (mut lens, mut on_logits, mut admitted) = (BTreeMap::new(), Vec::new(), BTreeMap::<i64, usize>::new());
+        let mut waits = 0;
         for step in 0..150 {
             for _ in 0..below(2) * below(2) * (1 + below(3)) {
                 let id = lens.len() as i64;
@@ -257,8 +327,9 @@ fn every_merged_chunk_fits_and_no_prompt_starves() {
             if !driver.scheduler.has_unfinished() {
                 continue;
             }
-            let check = Check::before(&driver, &lens, &on_logits);
+            let check = Check::before(&driver, &lens, &on_logits, waits >= 2);
             let header = driver.plan_step();
+            waits = if driver.scheduler.num_waiting() > 0 { waits + 1 } else { 0 };
             *if check.after(&driver, header) { &mut merged } else { &mut alone } += usize::from(header.num_prefill > 0);
             for &id in check.rest.keys() {
                 match driver.scheduler.request(id).map(|view| view.state) {
@@ -293,7 +364,7 @@ fn rooms_that_no_device_has() {
         vec![room(0, 2, 8), room(0, 1, 8)],
         vec![room(1, 1, 8), room(0, 1, 8)],
         vec![room(0, 1, 8), room(0, 1, 8)],
-        vec![room(0, 1, 8), room(0, 2, 9)],
+        vec![room(0, 1, 8), room(0, 1, 7)],
     ] {
         rejected("merged_rooms", SchedulerConfig { merged_rooms: wrong, ..merging() });
     }
