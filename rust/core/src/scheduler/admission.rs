@@ -39,7 +39,7 @@ impl Scheduler {
                 uploads <= self.record_layout.upload_token.len && constraints <= self.record_layout.constraint.len;
             let has_budget = self.budget(plan).prefill_left > 0 && !self.has_all_merged(plan);
             if self.free_rows.len() == num_held_back || !has_budget || !fits {
-                if !has_budget && self.merges(plan) {
+                if !has_budget && plan.merges() {
                     self.num_delays = num_delays + 1;
                 }
                 break;
@@ -69,7 +69,7 @@ impl Scheduler {
                 break;
             }
             let start = plan.hits.len() * block_size;
-            if self.merges(plan) {
+            if plan.merges() {
                 self.admit_chunk(plan, index, num_tokens - start);
                 left = self.chunk_left(plan, index, 0, usize::MAX);
             }

@@ -92,14 +92,9 @@ impl Scheduler {
             && merging.num_prompts <= self.config.max_merged_steps * self.config.max_merged_chunks
     }
 
-    /// Returns whether the step merges its chunks.
-    pub(super) fn merges(&self, plan: &Plan) -> bool {
-        plan.budget.is_some_and(|budget| budget.merging.is_some())
-    }
-
     /// Returns whether the step merges its chunks and has as many as it may.
     pub(super) fn has_all_merged(&self, plan: &Plan) -> bool {
-        self.merges(plan) && plan.chunks.len() >= self.config.max_merged_chunks
+        plan.merges() && plan.chunks.len() >= self.config.max_merged_chunks
     }
 
     /// Counts a new prompt, of which `num_tokens` tokens are not cached, in the work of a step that merges its chunks.
@@ -120,6 +115,13 @@ impl Scheduler {
             budget.prefill_left += merging.withheld;
             budget.prefill_ms = merging.alone_ms;
         }
+    }
+}
+
+impl Plan {
+    /// Returns whether the step merges its chunks.
+    pub(super) fn merges(&self) -> bool {
+        self.budget.is_some_and(|budget| budget.merging.is_some())
     }
 }
 
