@@ -150,7 +150,7 @@ def test_a_bucket_that_drops_the_last_chunk_row_is_seen(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("total", [shapes.MERGED_ROWS[1], shapes.MERGED_ROWS[6]])
+@pytest.mark.parametrize("total", [shapes.MERGED_ROWS[1], shapes.MERGED_ROWS[6], shapes.MERGED_ROWS[-1]])
 def test_in_passes_of_as_many_rows_as_a_gpu_has(pair: Pair, total: int) -> None:  # noqa: F811
     """Check a merged pass of `total` rows, a size that passes have on a GPU: two requests of 33 rows, and a prompt
     chunk of all other rows. Hidden states and KV equal those of one pass for the requests and another for the chunk."""
