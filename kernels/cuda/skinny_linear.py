@@ -8,8 +8,9 @@ mean: `W (g h) / rms(h)`. So no product's loop loads anything but weights and ro
 A decode pass reads every weight once, so the kernel has to keep the memory busy. Weights are on the tensor core's M
 side, and rows, padded to 16, on its N side. The work, which is tiles of the output times steps along the input, is
 divided evenly among a fixed number of programs, whatever the number of tiles. Programs that share a tile write partial
-sums, and the one that arrives last adds them in the order of the steps. So neither timing nor the number of rows
-changes the order of a sum.
+sums, and the one that arrives last adds them in the order of the steps. So timing does not change the order of a sum.
+Nor does the number of rows, except that sums of squares follow the layout of a tile, which has 16, 32, 64 or 128
+columns.
 """
 
 from __future__ import annotations
