@@ -9,6 +9,8 @@ import torch
 from checkpoints import make_checkpoint
 from gguf_files import write_gguf
 from specrs.backends.cuda.loader import QuantizedLoader
+from specrs.backends.cuda.runner import CudaRunner
+from specrs.backends.cuda.shapes import TILED_MERGED_ROWS
 from specrs.backends.weights import Weights
 from specrs.config import EngineConfig
 from specrs.drafters.draft_model import LoadedDraftModel
@@ -58,6 +60,8 @@ def test_the_same_text_with_and_without_drafts(path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         serve_by_cuda(patch)
         engine = build_engine(settings, Weights(TorchDecoder(target), LoadedDraftModel(TorchDecoder(draft))))
+    assert isinstance(engine.runner, CudaRunner)
+    assert engine.runner.buckets.merged_rows == TILED_MERGED_ROWS
     exact = EngineConfig(model=str(path), dtype="float32", speculative_config=speculative, enforce_eager=True, **SMALL)
 
     def texts(requests: list[Request]) -> list[list[int]]:

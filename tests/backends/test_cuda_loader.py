@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint, make_eagle3, make_gemma4
 from gguf_files import write_gguf
 from mtp_reference import add_head
 from quantized_files import fp8_block, gptq
+from specrs.backends.cuda.products import is_dequantized
 from specrs.backends.model_source import ModelSource
 from specrs.backends.table import BACKENDS
 from specrs.config import EngineConfig
@@ -20,6 +21,8 @@ from specrs.drafters.mtp.files import open_mtp
 from specrs.drafters.mtp.head import MtpHead
 from specrs.errors import UnsupportedConfigError, UnsupportedModelError
 from specrs.kernels.coding import Coding
+from specrs.kernels.cuda.device import DeviceLimits
+from specrs.kernels.cuda.scaled_linear import serves
 from specrs.kernels.kv_scales import KVScales
 from specrs.kernels.linear import DenseWeight
 from specrs.kernels.quantized_weight import QuantizedWeight
@@ -226,3 +229,19 @@ def test_rows_in_fp8_need_weights_in_fp8(plain: Path, tmp_path: Path) -> None:
     assert layer.qkv.fp8_rows
     with pytest.raises(UnsupportedConfigError, match=r"^cuda_fp8_rows=True: .*plain has no FP8 weights here"):
         load(plain, cuda_fp8_rows=True)
+
+
+def test_many_rows_dequantize_all_but_weights_that_are_multiplied_as_fp8(plain: Path, tmp_path: Path) -> None:
+    """Check for which weights passes with prompt chunks take few rows. FP8 in blocks of 128 needs sm_90."""
+    fp8 = fp8_block(plain, tmp_path / "fp8")
+    hopper, ada = DeviceLimits("", 90, 132, 227 * 1024), DeviceLimits("", 89, 128, 99 * 1024)
+    for folder, fields, limits, expected in (
+        (plain, {}, hopper, False),
+        (gptq(plain, tmp_path / "int4"), {}, hopper, True),
+        (fp8, {}, hopper, True),
+        (fp8, {"cuda_fp8_rows": True}, ada, True),
+    ):
+        (layer,) = load(folder, **fields).weights.layers
+        assert is_dequantized(layer.gate_up, limits) == expected
+    (layer,) = load(fp8, cuda_fp8_rows=True).weights.layers
+    assert is_dequantized(layer.gate_up, hopper) != serves(layer.gate_up, hopper)

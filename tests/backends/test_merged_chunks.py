@@ -11,12 +11,12 @@ import pytest
 import specrs.backends.cuda.attention as attention
 import torch
 from engine.harness import poison as fill_pools
-from specrs.backends.cuda import products, shapes
+from specrs.backends.cuda import build, products, shapes
 from specrs.backends.cuda.chunk_buffers import ChunkBuffers
 from specrs.backends.cuda.decoder import CudaDecoder
 from specrs.backends.cuda.iteration import run_merged, verify_pass
 from specrs.backends.cuda.runner import CudaRunner
-from specrs.backends.cuda.shapes import ChunkShape, LogitsMode, MergedShape
+from specrs.backends.cuda.shapes import MERGED_ROWS, ChunkShape, LogitsMode, MergedRows, MergedShape
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
@@ -100,8 +100,8 @@ def test_same_tokens(
 def few_rows(patch: pytest.MonkeyPatch) -> None:
     """Treat passes of more than 8 rows as those whose products are not fused, and divide the row counts of all graphs
     by eight."""
-    patch.setattr(shapes, "MERGED_ROWS", tuple(rows // 8 for rows in shapes.MERGED_ROWS))
-    patch.setattr(shapes, "_MORE_ROWS", tuple(rows // 8 for rows in shapes._MORE_ROWS))
+    totals, more = (tuple(size // 8 for size in sizes) for sizes in (MERGED_ROWS.totals, MERGED_ROWS.more))
+    patch.setattr(build, "MERGED_ROWS", MergedRows(totals, more))
     patch.setattr(shapes, "_LEAST_CHUNK_ROWS", 1)
     patch.setattr(products, "MAX_ROWS", 8)
 
@@ -128,7 +128,7 @@ def test_in_wide_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:  #
     ours, cpus, rows = wide_texts(pair, monkeypatch)
     assert_same(ours, cpus)
     assert len(rows) >= 3, rows
-    assert set(rows) <= set(shapes.MERGED_ROWS)
+    assert set(rows) <= {size // 8 for size in MERGED_ROWS.totals}
 
 
 def test_a_bucket_that_drops_the_last_chunk_row_is_seen(
@@ -150,7 +150,7 @@ def test_a_bucket_that_drops_the_last_chunk_row_is_seen(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("total", [shapes.MERGED_ROWS[1], shapes.MERGED_ROWS[6], shapes.MERGED_ROWS[-1]])
+@pytest.mark.parametrize("total", [MERGED_ROWS.totals[1], MERGED_ROWS.totals[6], MERGED_ROWS.totals[-1]])
 def test_in_passes_of_as_many_rows_as_a_gpu_has(pair: Pair, total: int) -> None:  # noqa: F811
     """Check a merged pass of `total` rows, a size that passes have on a GPU: two requests of 33 rows, and a prompt
     chunk of all other rows. Hidden states and KV equal those of one pass for the requests and another for the chunk."""

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.backends.cuda import graphs
-from specrs.backends.cuda.shapes import MERGED_CHUNKS, MERGED_ROWS, Buckets, LogitsMode, Shape, batch_buckets
+from specrs.backends.cuda.shapes import (
+    MERGED_CHUNKS,
+    MERGED_ROWS,
+    TILED_MERGED_ROWS,
+    Buckets,
+    LogitsMode,
+    Shape,
+    batch_buckets,
+)
 
 
 @st.composite
@@ -119,10 +128,25 @@ def test_with_auto_chunks_ride_along_at_every_k(batch: int, k: int, rows: int, c
         assert (shape.decode.max_k, shape.decode.logits_mode, shape.decode.passes) == (k, LogitsMode.SAMPLED, None)
         assert shape.chunk_rows >= rows
         assert batch + chunks <= shape.num_seqs
-        assert shape.rows in MERGED_ROWS
+        assert shape.rows in MERGED_ROWS.totals
     else:
         coarse = min(size for size in buckets.chained_batches if size >= batch)
         assert rows > 156 or coarse * (k + 1) + 160 > 768 or batch + chunks > coarse
+
+
+def test_weights_that_are_read_by_tiles_have_passes_of_whole_tiles() -> None:
+    """Check that passes with prompt chunks end at 256 rows, from where weights would be dequantized."""
+    sizes: dict[str, Any] = {"max_chunk_rows": 8192, "max_chunks": 256, "merges": 4}
+    buckets = Buckets(batch_buckets(256), 2, merged_rows=TILED_MERGED_ROWS, **sizes)
+    assert {shape.rows for shape in buckets.merged_shapes()} == {64, 128, 192, 256}
+    rooms = [(seqs, tokens) for drafts, seqs, tokens in buckets.merged_rooms() if drafts == 0]
+    assert [room for room in rooms if room[0] in (16, 64, 192, 256)] == [
+        (16, 44),
+        (16, 108),
+        (64, 60),
+        (64, 124),
+        (192, 60),
+    ]
 
 
 AUTO = Buckets(batch_buckets(256), 5, every_k=True, max_chunk_rows=8192, max_chunks=256, merges=4)

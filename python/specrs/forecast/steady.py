@@ -22,7 +22,15 @@ from math import ceil, comb
 import numpy as np
 
 from specrs.backends.cuda.backend import CudaBackend, batched_tokens_of
-from specrs.backends.cuda.shapes import MERGED_CHUNKS, MERGED_STEPS, Buckets, LogitsMode, batch_buckets
+from specrs.backends.cuda.shapes import (
+    MERGED_CHUNKS,
+    MERGED_ROWS,
+    MERGED_STEPS,
+    TILED_MERGED_ROWS,
+    Buckets,
+    LogitsMode,
+    batch_buckets,
+)
 from specrs.forecast.gpus import GAP_US
 from specrs.forecast.roofline import FIRST_PASS_ROWS, Chunks, Roofline
 from specrs.model_values import DEFAULT_MAX_NUM_SEQS
@@ -92,13 +100,14 @@ class StepCosts:
         merges: bool = True,
     ) -> StepCosts:
         """Return the steps of an engine with default settings. Without `merges`, prompts have a pass of their own."""
-        tokens = batched_tokens_of(1e9 * roofline.gpu.memory_gb)
+        tokens, quantized = batched_tokens_of(1e9 * roofline.gpu.memory_gb), roofline.quantization is not None
         buckets = Buckets(
             batch_buckets(max_num_seqs),
             k,
             max_chunk_rows=tokens,
             max_chunks=max_num_seqs,
             merges=MERGED_CHUNKS if merges else 0,
+            merged_rows=TILED_MERGED_ROWS if quantized and roofline.target.experts is None else MERGED_ROWS,
         )
         return cls(roofline, buckets, k, input_len, tokens)
 

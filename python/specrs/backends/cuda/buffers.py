@@ -107,7 +107,7 @@ class Buffers:
         lacks."""
         b, k, first_pass_rows = max_num_seqs, num_speculative_tokens, drafting.first_pass_rows
         n, own = b * (k + 1), b * (k if drafting.in_parallel else 1)
-        passed = max(n, MERGED_ROWS[-1])
+        passed = max(n, MERGED_ROWS.totals[-1])
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)

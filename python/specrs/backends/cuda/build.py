@@ -21,17 +21,28 @@ from specrs.backends.cuda.draft_passes import DraftPasses, Room
 from specrs.backends.cuda.draft_rules import ON_HOST, DraftRules
 from specrs.backends.cuda.drafters import make_passes
 from specrs.backends.cuda.graphs import Graphs, Uncaptured, capture_all
+from specrs.backends.cuda.products import is_dequantized
 from specrs.backends.cuda.row_state import RowState
 from specrs.backends.cuda.runner import CudaRunner, Work
 from specrs.backends.cuda.sampling.sampling_state import SamplingState
-from specrs.backends.cuda.shapes import MERGED_CHUNKS, MERGED_ROWS, MERGED_STEPS, Buckets, batch_buckets
+from specrs.backends.cuda.shapes import (
+    MERGED_CHUNKS,
+    MERGED_ROWS,
+    MERGED_STEPS,
+    TILED_MERGED_ROWS,
+    Buckets,
+    MergedRows,
+    batch_buckets,
+)
 from specrs.backends.cuda.slots import host_drafts
 from specrs.backends.cuda.warm_up import warm_up
 from specrs.core import Scheduler
+from specrs.kernels.cuda.device import limits_of
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.sampling_structs import RowParams
-from specrs.models.base import TorchModel
+from specrs.models.base import Model, TorchModel
+from specrs.models.torch_weights import TorchFacts
 from specrs.parallel.ranks import Ranks
 from specrs.speculative_config import AUTO
 
@@ -58,7 +69,17 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
         max_chunks=config.most_seqs,
         # A head reads the hidden states of all rows of a prompt chunk, so it needs the chunk's own pass.
         merges=0 if drafter is not None and drafter.hidden_layers else MERGED_CHUNKS,
+        merged_rows=_merged_rows(blueprint.weights.target),
     )
+
+
+def _merged_rows(target: Model) -> MergedRows:
+    """Return the numbers of rows of passes with prompt chunks. The MLPs, most of a dense model's weights, decide."""
+    if not isinstance(target, TorchFacts):
+        return MERGED_ROWS
+    limits = limits_of(target.device)
+    tiled = any(is_dequantized(layer.gate_up, limits) for layer in target.weights.layers)
+    return TILED_MERGED_ROWS if tiled else MERGED_ROWS
 
 
 def make_merged_prefill(blueprint: Blueprint) -> MergedPrefill:
@@ -84,7 +105,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     # Final states need no buffer of their own.
     num_layers = blueprint.weights.target.num_layers
     layers = [] if loaded is None else [layer for layer in loaded.hidden_layers if layer <= num_layers]
-    target_rows = max(config.batched_tokens, config.most_seqs * (k + 1), MERGED_ROWS[-1])
+    target_rows = max(config.batched_tokens, config.most_seqs * (k + 1), MERGED_ROWS.totals[-1])
     target = with_buffers(
         cast("TorchModel", blueprint.weights.target),
         target_rows,

@@ -13,6 +13,7 @@ from specrs.backends.cuda.workspace import QUANTIZED_ROWS, Workspace
 from specrs.kernels.cuda.activation import activation_and_mul
 from specrs.kernels.cuda.argmax import argmax
 from specrs.kernels.cuda.dequantize import dequantize
+from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.fp8_rows import quantize_rows, round_rows
 from specrs.kernels.cuda.linear_product import DRAFT_ROWS, MAX_ROWS, Product
 from specrs.kernels.cuda.lm_head import ArgmaxScratch, linear_argmax
@@ -158,7 +159,7 @@ def wide_product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) ->
     draft's rows are rounded only then.
     """
     if isinstance(w, QuantizedWeight):
-        if (w.fp8_rows or w.fp8_wide_rows) and serves(w, ws.limits):
+        if not is_dequantized(w, ws.limits):
             _scaled_product(ws, x, w, out)
             return
         x = multiplied(ws, x, w)
@@ -175,6 +176,14 @@ def wide_product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) ->
             _mm(x, numbers, None if w.bias is None else w.bias[part], out[:, part])
         return
     _dense_product(ws, x, stored(w), w.bias, out)
+
+
+def is_dequantized(w: Weight, limits: DeviceLimits) -> bool:
+    """Return whether `w` is quantized and becomes 16-bit numbers in products of many rows. Up to `QUANTIZED_ROWS` rows
+    read it once for every `MAX_ROWS` of them."""
+    if not isinstance(w, QuantizedWeight):
+        return False
+    return not ((w.fp8_rows or w.fp8_wide_rows) and serves(w, limits))
 
 
 def _dense_product(ws: Workspace, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -64,11 +64,21 @@ class MergedShape:
         return self.verify.rows + self.chunk_rows
 
 
-MERGED_ROWS = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768)
-"""Numbers of rows of a verification pass with prompt chunks."""
-_MORE_ROWS = (48, 160)
-"""Numbers of rows that a pass with prompt chunks has at least more than its verification: for a part of a prompt, and
-for a usual prompt. They include the last rows of prompts that end."""
+@dataclass(frozen=True, slots=True)
+class MergedRows:
+    """Numbers of rows of verification passes with prompt chunks."""
+
+    totals: Sequence[int]
+    """Numbers of rows in all, ascending, one of which each pass has."""
+    more: Sequence[int]
+    """Numbers of rows that passes have at least more than their verification, ascending. They include the last rows of
+    prompts that end."""
+
+
+MERGED_ROWS = MergedRows((64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768), (48, 160))
+"""For a target whose weights are read once in a pass, with room for a part of a prompt and for a usual one."""
+TILED_MERGED_ROWS = MergedRows((64, 128, 192, 256), (24, 88))
+"""For a target whose weights are read once for every 64 rows. More than 256 rows would dequantize them."""
 _LEAST_CHUNK_ROWS = 8
 """Least number of rows that a merged shape must leave for chunks."""
 MERGED_CHUNKS = 4
@@ -81,7 +91,7 @@ CHUNK_ROWS = (16, 32, 64, 96, 128, 160, 192, 256)
 nothing."""
 CHUNK_SEQS = (1, 8)
 """Numbers of prompt chunks for which passes are captured; others are padded to the next one."""
-MAX_CAPTURED_ROWS = max(CHUNK_ROWS[-1], MERGED_ROWS[-1])
+MAX_CAPTURED_ROWS = max(CHUNK_ROWS[-1], MERGED_ROWS.totals[-1])
 """Largest number of rows of chunks in a captured pass."""
 
 
@@ -130,6 +140,7 @@ class Buckets:
         max_chunk_rows: int = 0,
         max_chunks: int = 0,
         merges: int = 0,
+        merged_rows: MergedRows = MERGED_ROWS,
     ) -> None:
         """
         Args:
@@ -142,6 +153,7 @@ class Buckets:
             max_chunk_rows: largest number of rows of a pass over chunks. 0: none is captured.
             max_chunks: largest number of chunks of such a pass.
             merges: largest number of prompt chunks in a verification pass.
+            merged_rows: numbers of rows of such passes.
         """
         self.has_passes = has_passes
         self.in_parallel = in_parallel
@@ -155,7 +167,7 @@ class Buckets:
         self.chained_batches = coarse_buckets(self.batches[-1]) if fine else self.batches
         self.chunk_rows = sorted({min(rows, max_chunk_rows) for rows in CHUNK_ROWS if max_chunk_rows})
         self.chunk_seqs = sorted({min(seqs, max_chunks) for seqs in CHUNK_SEQS if max_chunks})
-        self.merged_seqs = min(merges, max_chunks)
+        self.merged_seqs, self.merged_rows = min(merges, max_chunks), merged_rows
         self._mixes = mixes and has_passes
         self._merged: dict[tuple[int, LogitsMode, int | None], list[MergedShape]] = defaultdict(list)
         if self.merged_seqs:
@@ -243,7 +255,7 @@ class Buckets:
         for batch in self.chained_batches:
             for k in self.whole_ks:
                 rows, seqs = batch * (k + 1), min(batch + self.merged_seqs, max_num_seqs)
-                totals = (_at_least(MERGED_ROWS, rows + more) for more in _MORE_ROWS)
+                totals = (_at_least(self.merged_rows.totals, rows + more) for more in self.merged_rows.more)
                 rooms = {min(total - rows - (seqs - batch), max_rows) for total in totals if total is not None}
                 for logits_mode in (LogitsMode.SAMPLED, LogitsMode.GREEDY):
                     alone = Shape(batch, k, rows, logits_mode, self._passes(k, None))
