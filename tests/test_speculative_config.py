@@ -266,7 +266,10 @@ def test_draft_may_be_left_out_for_the_bundled_target_only() -> None:
     for model in (None, str(pair.TARGET), pair.TARGET):
         config = EngineConfig(model=model, speculative_config=wanted)  # type: ignore[arg-type]
         assert (config.target, config.draft) == (str(pair.TARGET), str(pair.DRAFT))
-    with pytest.raises(InvalidConfigError, match=r"^speculative_config.model is missing: .* model='other'"):
+    message = (
+        r"^speculative_config\.model=None: must be a folder or hub id of a draft for model='other'; name one, or set"
+    )
+    with pytest.raises(InvalidConfigError, match=message):
         EngineConfig(model="other", speculative_config=wanted)
     assert EngineConfig(model="other", speculative_config=speculative()).draft == "draft"
 

@@ -200,10 +200,9 @@ class EngineConfig(EngineOptions):
             reason = f"not implemented with speculative_config.method={method.name!r}; allowed: 'auto'"
             raise invalid(UnsupportedConfigError, "load_format", self.load_format, reason)
         if method.bundled is not None and speculative.model is None and not self.uses_bundled_target:
-            raise InvalidConfigError(
-                f"speculative_config.model is missing: a folder or hub id of {method.what} for "
-                f"model={short(self.model)}; it may be left out only for the bundled target"
-            )
+            reason = f"must be a folder or hub id of {method.what} for model={short(self.model)}; "
+            reason += "name one, or set speculative_config.method='suffix', which needs none"
+            raise invalid(InvalidConfigError, "speculative_config.model", None, reason)
         if not method.quantized_target and self.quantization is not None:
             reason = f"not implemented with speculative_config.method={method.name!r}; allowed: None"
             raise invalid(UnsupportedConfigError, "quantization", self.quantization, reason)

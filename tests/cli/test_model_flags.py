@@ -15,6 +15,7 @@ from specrs.server import run
 
 COMMANDS = [["serve"], ["chat"], ["generate", "--prompt", "x"]]
 PAIR, TEXT, NONE = DEFAULT_DRAFTS, DEFAULT_TEXT_DRAFTS, None
+STANDARD = {"rejection_sample_method": "standard"}
 
 
 @pytest.fixture
@@ -47,7 +48,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (["m/m", "--model", "m/m", "--speculation"], "m/m", TEXT),
         (["m/m", "--no-speculation"], "m/m", NONE),
         (["m/m", "--speculative-config.method=ngram"], "m/m", {"method": "ngram"}),
-        (["--speculative-config.num_speculative_tokens=3"], None, {"num_speculative_tokens": 3}),
+        (["--speculative-config.num_speculative_tokens=3"], None, {**PAIR, "num_speculative_tokens": 3}),
+        (["--spec-model=d/d", "--spec-tokens=3"], None, {"model": "d/d", "num_speculative_tokens": 3}),
+        (["m/m", "--spec-tokens", "3"], "m/m", {**TEXT, "num_speculative_tokens": 3}),
+        (["m/m", "-sc", '{"rejection-sample-method": "standard"}'], "m/m", {**TEXT, **STANDARD}),
+        (["m/m", "-sc", "{}"], "m/m", TEXT),
     ],
 )
 def test_the_model_and_what_drafts_for_it(
@@ -64,9 +69,10 @@ def test_the_model_and_what_drafts_for_it(
 def test_two_steps_in_flight_leave_no_drafts_from_the_text(made: list[dict[str, Any]], ahead: list[str]) -> None:
     """Check that with two steps in flight no drafts come from the text, unless the user asks for them, which the engine
     then rejects. The bundled draft model drafts in any case."""
-    for argv in (["m/m"], [], ["m/m", "--speculation"]):
+    for argv in (["m/m"], [], ["m/m", "--speculation"], ["m/m", "--spec-tokens=3"]):
         main(["serve", *argv, *ahead])
-    assert [settings.get("speculative_config") for settings in made] == [NONE, PAIR, TEXT]
+    found = [settings.get("speculative_config") for settings in made]
+    assert found == [NONE, PAIR, TEXT, {**TEXT, "num_speculative_tokens": 3}]
 
 
 def test_the_mtp_head_of_a_target_drafts_too(made: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -80,6 +86,15 @@ def test_the_mtp_head_of_a_target_drafts_too(made: list[dict[str, Any]], tmp_pat
     both = {"method": "suffix,mtp", **PAIR}
     assert found == [both, both, {"method": "mtp", **PAIR}, NONE, TEXT, {"method": "ngram"}]
     assert EngineConfig.from_kwargs(**made[1]).model == target
+
+
+def test_a_number_of_drafts_alone_keeps_the_mtp_head(made: list[dict[str, Any]], tmp_path: Path) -> None:
+    target = str(add_head(make_checkpoint(tmp_path / "target", "qwen3_5_text")))
+    for argv in ([], ["--max-steps-in-flight=2"]):
+        main(["serve", target, "--spec-tokens=3", *argv])
+    configs = [EngineConfig.from_kwargs(**settings).speculative_config for settings in made]
+    found = [(config.method, config.num_speculative_tokens) for config in configs if config is not None]
+    assert found == [("suffix,mtp", 3), ("mtp", 3)]
 
 
 @pytest.mark.parametrize("drafts", [PAIR, TEXT])

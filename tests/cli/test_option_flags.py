@@ -155,7 +155,7 @@ def given(declared: Option) -> Any:
         case ListOf():
             return [1, 2]
         case Settings(made=made):
-            return {"num_speculative_tokens": 2} if made is SpeculativeConfig else {"topic": "x"}
+            return {"method": "ngram", "num_speculative_tokens": 2} if made is SpeculativeConfig else {"topic": "x"}
         case Text():
             return "some/name"
         case _:

@@ -348,7 +348,7 @@ def test_what_is_rejected(head_bank: Bank) -> None:
         return EngineConfig(model=target, speculative_config=speculative, **fields)
 
     for extra, message in (
-        ({"model": None}, r"speculative_config\.model is missing: a folder or hub id of an EAGLE-3 head"),
+        ({"model": None}, r"speculative_config\.model=None: must be a folder or hub id of an EAGLE-3 head"),
         ({"prompt_lookup_min": 2}, r"prompt_lookup_min=2.*method='eagle3'"),
         ({"aux_hidden_state_layer_ids": [3, 1]}, r"aux_hidden_state_layer_ids=\[3, 1\].*must rise"),
         ({"aux_hidden_state_layer_ids": []}, r"aux_hidden_state_layer_ids=\[\].*list of layer ids"),

@@ -32,8 +32,8 @@ def add_model(parser: argparse.ArgumentParser, engine: argparse._ArgumentGroup, 
     engine.add_argument(
         "--speculation",
         action=argparse.BooleanOptionalAction,
-        help="draft without a --speculative-config: with the bundled draft model, or from the text of another model "
-        "and with its MTP head; default: on",
+        help="draft if no flag names a drafter: with the bundled draft model, or from the text of another model and "
+        "with its MTP head; default: on",
     )
 
 
@@ -50,7 +50,8 @@ def model_of(arguments: argparse.Namespace) -> str | None:
 
 
 def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `LLM`: those in `given`, the model, and the default drafting.
+    """Return the arguments of `LLM`: those in `given`, the model, and the default drafting. A `speculative_config` that
+    names no drafter, such as one with a number of drafts alone, changes other options of the default drafting.
 
     Only commands draft by default. `LLM(...)`, like vLLM's, drafts only with a `speculative_config`: programs that
     compare runs with and without drafts rely on that.
@@ -58,26 +59,34 @@ def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> 
     Drafts from the text need one step in flight. With two (`max_steps_in_flight`, `async_scheduling`), they are not
     added by default.
 
-    Raises `InvalidConfigError` for two different models, and for --no-speculation with a --speculative-config.
+    Raises `InvalidConfigError` for two different models, and for --no-speculation with a `speculative_config`.
     """
     model = model_of(arguments)
     settings = {**given, "model": model}
     if model is None:
         settings.setdefault("dtype", "float32")
-    asked = "speculative_config" in settings
+    asked = settings.get("speculative_config", {})
     if arguments.speculation is False:
-        if asked:
+        if asked is not None and "speculative_config" in settings:
             raise invalid_config("--no-speculation", True, "contradicts --speculative-config; leave one of them out")
-        return settings
-    ahead = settings.get("max_steps_in_flight") == 2 or settings.get("async_scheduling") is True
-    if not asked and model is None:
-        settings["speculative_config"] = dict(DEFAULT_DRAFTS)
-    elif not asked:
-        methods = [DEFAULT_TEXT_DRAFTS["method"]] if arguments.speculation or not ahead else []
-        methods += [METHOD_OF_TARGET] if _has_head(settings) else []
-        if methods:
-            settings["speculative_config"] = {"method": ",".join(methods), **DEFAULT_DRAFTS}
+    elif isinstance(asked, Mapping) and not {"method", "model"}.intersection(asked):
+        changes = {key.replace("-", "_"): value for key, value in asked.items()}
+        drafting = {**_default_drafting(settings, "speculative_config" in settings, arguments.speculation), **changes}
+        if drafting:
+            settings["speculative_config"] = drafting
     return settings
+
+
+def _default_drafting(settings: Mapping[str, Any], asked: bool, text: bool | None) -> dict[str, str]:
+    """Return the default drafting with the settings of an engine; empty if nothing can draft. `asked`: whether drafting
+    was asked for, by whatever drafts. `text`: whether drafts from the text were."""
+    if settings["model"] is None:
+        return dict(DEFAULT_DRAFTS)
+    ahead = settings.get("max_steps_in_flight") == 2 or settings.get("async_scheduling") is True
+    methods = [METHOD_OF_TARGET] if _has_head(settings) else []
+    if text or not ahead or (asked and not methods):
+        methods = [DEFAULT_TEXT_DRAFTS["method"], *methods]
+    return {"method": ",".join(methods), **DEFAULT_DRAFTS} if methods else {}
 
 
 def _has_head(settings: Mapping[str, Any]) -> bool:
