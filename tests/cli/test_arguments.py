@@ -171,9 +171,29 @@ def test_near_names_are_known_and_the_same_name_is_first(name: str, known: list[
         (["chat", "m", "--model", "n"], "--model='n': must equal MODEL=m, or be left out"),
         (
             ["chat", "--no-speculation", "-sc.method=suffix"],
-            "--no-speculation=True: contradicts --speculative-config",
+            "--speculative-config.method='suffix': contradicts --no-speculation; leave one of them out",
         ),
-        (["serve", "m", "--no-speculation", "--spec-tokens=3"], "contradicts --speculative-config; leave one of them"),
+        (
+            ["serve", "m", "--no-speculation", "--spec-tokens=3"],
+            "--spec-tokens=3: contradicts --no-speculation; leave one of them out",
+        ),
+        (
+            ["generate", "--spec-method=ngram", "--no-speculation"],
+            "--spec-method='ngram': contradicts --no-speculation; leave one of them out",
+        ),
+        (
+            ["chat", "--no-speculation", "-sc", "{}"],
+            "--speculative-config={}: contradicts --no-speculation; leave one of them out",
+        ),
+        (
+            ["forecast", "--itl=1=2,2=3", "--spec-method=ngram"],
+            "--spec-method='ngram': has no meaning with --itl; leave it out",
+        ),
+        (["demo", "--head", "a"], "--head='a': must be the head of another model than the bundled ones; give that"),
+        (
+            ["demo", "--model=m", "--head", "a", "--spec-method=ngram"],
+            "--head='a': contradicts --spec-method='ngram'; leave one of them out",
+        ),
         (["chat", "--temperature", "nan"], "specrs chat: error: temperature=nan: "),
         (["chat", "--chat-template", "{% if"], "--chat-template='{% if': is no Jinja template"),
         (
@@ -186,7 +206,7 @@ def test_near_names_are_known_and_the_same_name_is_first(name: str, known: list[
         (["generate", "--prompt", ""], "prompt"),
         (
             ["demo", "--speculative-config", '{"num_speculative_tokens": 3}'],
-            "--speculative-config.num_speculative_tokens=3: must come from --k",
+            "--speculative-config.num_speculative_tokens=3: must come from --k; leave it out",
         ),
         (["demo", "--max-tokens", "-1"], "specrs demo: error: max_tokens=-1: "),
         (["demo", "--plot", "out.bmp"], "--plot='out.bmp': must end in .png, .svg, .pdf"),

@@ -103,14 +103,47 @@ SPECULATING = [name for name in COMMANDS if has(name, "--speculative-config")]
 
 @pytest.mark.parametrize("command", SPECULATING)
 def test_flags_of_drafting_set_keys_of_the_speculative_config(command: str) -> None:
-    """Every command with --speculative-config has the short flags, the later value counts, and K has one flag."""
-    flags = ["--spec-model", "d", "--speculative-config.method=eagle3", "--spec-method", "suffix"]
-    expected: dict[str, Any] = {"model": "d", "method": "suffix"}
+    """Every command with --speculative-config has the short flags, whose later value counts, and K has one flag."""
+    flags = ["--spec-model", "d", "-sc.max-model-len=9", "--spec-method", "eagle3", "--spec-method", "suffix"]
+    expected: dict[str, Any] = {"model": "d", "max_model_len": 9, "method": "suffix"}
     if not has(command, "--k"):
         flags += ["--spec-tokens", "auto"]
         expected["num_speculative_tokens"] = "auto"
     assert parser().parse_args(spell([*command.split(), *flags])).speculative_config == expected
     assert has(command, "--k") != has(command, "--spec-tokens")
+
+
+@pytest.mark.parametrize("command", SPECULATING)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--spec-method=ngram", "-sc.method=suffix"],
+            "{sc}.method='suffix': contradicts --spec-method='ngram'; leave",
+        ),
+        (
+            ["-sc.method=suffix", "--spec-method=ngram"],
+            "--spec-method='ngram': contradicts {sc}.method='suffix'; leave",
+        ),
+        (
+            ["--spec-model", "a", "--speculative-config", '{"method": "mtp", "model": "b"}'],
+            "{sc}.model='b': contradicts --spec-model='a'; leave one of them out",
+        ),
+    ],
+)
+def test_two_flags_that_contradict_each_other(
+    command: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), *flags])
+    assert stopped.value.code == 2
+    assert f"error: {message.format(sc='--speculative-config')}" in capsys.readouterr().err
+
+
+def test_flags_that_agree_do_not_contradict_each_other() -> None:
+    flags = ["--spec-tokens=3", "-sc", '{"num-speculative-tokens": 3}', "-sc.method=suffix", "-sc.method=ngram"]
+    read = parser().parse_args(spell(["generate", *flags])).speculative_config
+    assert read == {"num_speculative_tokens": 3, "method": "ngram"}
 
 
 @pytest.mark.parametrize("command", [f"{name} --measure" if name == "forecast" else name for name in SPECULATING
@@ -122,8 +155,9 @@ def test_k_comes_from_one_flag(command: str, key: str, capsys: pytest.CaptureFix
 
 
 def test_a_forecast_has_one_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["forecast", "--measure", "--draft-model", "a", "--spec-model", "b"]) == 2
-    assert "--draft-model='a': contradicts --spec-model=b; leave one of them out" in capsys.readouterr().err
+    for flag in ("--spec-model", "--speculative-config.model"):
+        assert main(["forecast", "--measure", "--draft-model", "a", flag, "b"]) == 2
+        assert f"--draft-model='a': contradicts {flag}='b'; leave one of them out" in capsys.readouterr().err
 
 
 def test_no_flag_of_an_option_is_written_by_hand() -> None:

@@ -148,16 +148,38 @@ def test_short_forms(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
 
 
 def test_keys_of_the_speculation_as_flags(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
-    """Flags that newer versions of vLLM have; the last one given wins."""
+    """Flags that newer versions of vLLM have."""
     assert main(["serve", "m/m", "--spec-method", "draft_model", "--spec-model", "d/d", "--spec-tokens", "auto"]) == 0
     assert main(["serve", "--spec-tokens=3"]) == 0
-    assert main(["serve", "-sc", '{"num_speculative_tokens": 3}', "--spec-tokens", "2"]) == 0
+    assert main(["serve", "-sc", '{"num_speculative_tokens": 3}', "-sc.num_speculative_tokens=2"]) == 0
     configs = [config.speculative_config for config, _ in served]
     assert [(config.model, config.num_speculative_tokens) for config in configs if config is not None] == [
         ("d/d", "auto"),
         (None, 3),
         (None, 2),
     ]
+
+
+def test_flags_of_drafting_replace_keys_of_the_file(
+    served: list[tuple[EngineConfig, ServerSettings]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flags on the command line replace what other flags of the file gave. Flags in the file must not contradict each
+    other."""
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("speculative-config: {method: suffix, num-speculative-tokens: 5}\n")
+    assert main(["serve", "m/m", "--config", str(flags), "--spec-tokens=2", "--spec-method", "ngram"]) == 0
+    flags.write_text("spec-method: ngram\nspec-tokens: 2\n")
+    assert main(["serve", "m/m", "--config", str(flags), "-sc.method=suffix"]) == 0
+    configs = [config.speculative_config for config, _ in served]
+    assert [(config.method, config.num_speculative_tokens) for config in configs if config is not None] == [
+        ("ngram", 2),
+        ("suffix", 2),
+    ]
+    flags.write_text("spec-method: ngram\nspeculative-config: {method: suffix}\n")
+    with pytest.raises(SystemExit):
+        main(["serve", "m/m", "--config", str(flags)])
+    message = "--speculative-config.method='suffix': contradicts --spec-method='ngram'; leave one of them out"
+    assert message in capsys.readouterr().err
 
 
 def test_lists_in_a_file_of_flags_leave_the_model_alone(

@@ -83,6 +83,24 @@ models:
 
 
 @pytest.mark.parametrize(
+    ("flags", "drafts"),
+    [
+        ([], [None, {"method": "ngram"}, DEFAULT_TEXT_DRAFTS]),
+        (["--no-speculation"], [None, {"method": "ngram"}, None]),
+        (["--spec-tokens=3"], [None, {"method": "ngram"}, {**DEFAULT_TEXT_DRAFTS, "num_speculative_tokens": 3}]),
+    ],
+    ids=["by default", "off", "three drafts"],
+)
+def test_drafting_of_a_model_takes_precedence_over_that_of_all(
+    served: Seen, flags: list[str], drafts: list[dict[str, object] | None]
+) -> None:
+    models = ['{"model": "A", "speculation": false}', '{"model": "B", "speculative_config": {"method": "ngram"}}']
+    assert main(["serve", "--models", *models, '{"model": "C"}', *flags]) == 0
+    ((found, _, _),) = served
+    assert [model.engine.get("speculative_config") for model in found] == drafts
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["A", "B", "--model", "C"], "--model='C': must be left out with several MODELs"),
@@ -92,7 +110,12 @@ models:
         (["--models", '{"modle": "B"}'], "--models='modle': unknown key of a model; did you mean model?"),
         (["--models", '{"name": 1}'], "--models=1: must be a name"),
         (["--models", "B"], "--models[0]='B': must be a dictionary, such as"),
-        (["--models", '{"model": "B", "speculation": false}', "-sc.method=ngram"], "--no-speculation"),
+        (
+            ["--models", '{"model": "B", "speculation": false, "speculative-config": {"method": "ngram"}}'],
+            "--models[].speculative_config={'method': 'ngram'}: contradicts speculation=False of 'B'; leave one of",
+        ),
+        (["--models", '{"speculation": "off"}'], "--models[].speculation='off': must be True or False"),
+        (["A", "B", "--no-speculation", "--spec-tokens=3"], "--spec-tokens=3: contradicts --no-speculation; leave one"),
         (["A", "B", "--served-model-name", "x"], "--served-model-name=('x',): not implemented with several models"),
         (["A", "B", "--enable-lora", "--lora-modules", "x=y"], "--lora-modules=('x=y',): not implemented"),
         (["A", "--models-memory-bytes", "5"], "--models-memory-bytes=5: needs several MODELs or --models"),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Never
 
 from specrs.cli.help_text import HELP, HelpAction
-from specrs.errors import near_names
+from specrs.errors import near_names, short
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,6 +84,16 @@ class Parser(argparse.ArgumentParser):
 _SWITCH = {"true": True, "false": False}
 
 
+class Merged(dict[str, Any]):
+    """Keys that several flags with one `dest` gave. `given_by` has the flag that gave each, as in `--spec-method`."""
+
+    given_by: dict[str, str]
+
+    def __init__(self, values: dict[str, Any], given_by: dict[str, str]) -> None:
+        super().__init__(values)
+        self.given_by = given_by
+
+
 class MergeJSON(argparse.Action):
     """Action for a JSON object. If the flag is given again, its keys are merged, and later values win."""
 
@@ -100,11 +110,25 @@ class MergeJSON(argparse.Action):
             raise argparse.ArgumentError(self, f"{values!r} is not JSON: {error}") from None
         if not isinstance(given, dict):
             raise argparse.ArgumentError(self, f"{values!r} is not a JSON object, such as '{{\"key\": 1}}'")
-        _merge(namespace, self.dest, given)
+        self._merge(parser, namespace, given)
+
+    def _merge(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: dict[str, Any]) -> None:
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **given})
+
+
+class MergeSettings(MergeJSON):
+    """`MergeJSON` for settings, whose keys may have dashes for underscores, and of which `MergeKey` flags give single
+    keys. Ends the program if such a flag gave a key another value."""
+
+    def _merge(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: dict[str, Any]) -> None:
+        plain = {key.replace("-", "_"): value for key, value in given.items()}
+        flags = {key: f"{self.option_strings[0]}.{key}" for key in plain}
+        _merge_keys(parser, namespace, self.dest, plain, flags)
 
 
 class MergeKey(argparse.Action):
-    """Action for one key, `const`, of a `MergeJSON` with the same `dest`."""
+    """Action for one key, `const`, of a `MergeSettings` with the same `dest`. If the flag is given again, the later
+    value wins. Ends the program if the other flag gave the key another value."""
 
     def __call__(
         self,
@@ -113,11 +137,40 @@ class MergeKey(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        _merge(namespace, self.dest, {self.const: values})
+        _merge_keys(parser, namespace, self.dest, {self.const: values}, {self.const: self.option_strings[0]})
 
 
-def _merge(namespace: argparse.Namespace, dest: str, given: dict[str, Any]) -> None:
-    setattr(namespace, dest, {**(getattr(namespace, dest) or {}), **given})
+def _merge_keys(
+    parser: argparse.ArgumentParser,
+    namespace: argparse.Namespace,
+    dest: str,
+    given: dict[str, Any],
+    flags: dict[str, str],
+) -> None:
+    """Add the keys of `given` to the `Merged` of `namespace`. `flags` has the flag of each. Ends the program if another
+    flag gave a key another value."""
+    merged = getattr(namespace, dest) or Merged({}, {})
+    for key, value in given.items():
+        flag, other = flags[key], merged.given_by.get(key, flags[key])
+        if other != flag and merged[key] != value:
+            parser.error(f"{flag}={short(value)}: contradicts {other}={short(merged[key])}; leave one of them out")
+    setattr(namespace, dest, Merged({**merged, **given}, {**merged.given_by, **flags}))
+
+
+class EndOfFile(argparse.Action):
+    """Action between the flags of a file and those of the command line, which replace keys that any flag of the file
+    gave."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        for merged in vars(namespace).values():
+            if isinstance(merged, Merged):
+                merged.given_by.clear()
 
 
 def spell(argv: Sequence[str]) -> list[str]:

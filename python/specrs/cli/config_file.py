@@ -9,6 +9,9 @@ from typing import Any
 
 from specrs.errors import invalid_config
 
+END = "--end-of-config-file"
+"""Hidden flag between the flags of the file and those of the command line, whose action is `EndOfFile`."""
+
 
 def with_config_file(argv: Sequence[str]) -> list[str]:
     """Return `argv` of a command with the flags of `--config` inserted after its name and MODELs, if it has one.
@@ -31,7 +34,8 @@ def with_config_file(argv: Sequence[str]) -> list[str]:
         return rest
     # a list at the end of the file would take a MODEL after it as one value more
     first = next((i for i, value in enumerate(rest) if value.startswith("-")), len(rest))
-    return [*rest[:first], *(part for key, value in _read(path).items() for part in _flag(key, value)), *rest[first:]]
+    flags = [part for key, value in _read(path).items() for part in _flag(key, value)]
+    return [*rest[:first], *flags, END, *rest[first:]]
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def engine_settings(arguments: argparse.Namespace, given: Mapping[str, Any]) -> 
     asked = settings.get("speculative_config", {})
     if arguments.speculation is False:
         if asked is not None and "speculative_config" in settings:
-            raise invalid_config("--no-speculation", True, "contradicts --speculative-config; leave one of them out")
+            from specrs.cli.option_flags import drafting_flag
+
+            raise invalid_config(*drafting_flag(asked), "contradicts --no-speculation; leave one of them out")
     elif isinstance(asked, Mapping) and not {"method", "model"}.intersection(asked):
         changes = {key.replace("-", "_"): value for key, value in asked.items()}
         drafting = {**_default_drafting(settings, "speculative_config" in settings, arguments.speculation), **changes}

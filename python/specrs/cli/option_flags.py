@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
-from specrs.cli.arguments import MergeJSON, MergeKey, human_int, json_or_text
+from specrs.cli.arguments import Merged, MergeJSON, MergeKey, MergeSettings, human_int, json_or_text
 from specrs.engine_options import EngineOptions
 from specrs.errors import invalid_config
 from specrs.options import (
@@ -64,10 +65,18 @@ def drafter_without_k(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises `InvalidConfigError` if it has a number of drafts.
     """
     drafter: dict[str, Any] = arguments.speculative_config or {}
-    for key, value in drafter.items():
-        if key.replace("-", "_") == _K:
-            raise invalid_config(f"--speculative-config.{_K}", value, "must come from --k")
+    if _K in drafter:
+        raise invalid_config(f"--speculative-config.{_K}", drafter[_K], "must come from --k; leave it out")
     return drafter
+
+
+def drafting_flag(drafter: Mapping[str, Any], key: str | None = None) -> tuple[str, Any]:
+    """Return the flag that gave `key` of the speculative configuration `drafter`, and its value. None: any key."""
+    given_by = drafter.given_by if isinstance(drafter, Merged) else {}
+    key = next(iter(given_by), None) if key is None else key
+    if key in given_by:
+        return given_by[key], drafter[key]
+    return "--speculative-config", drafter
 
 
 def add_flag(
@@ -119,7 +128,9 @@ def _parsing(declared: Option) -> dict[str, Any]:
             return {"metavar": "NAME"}
         case Text():
             return {"metavar": "TEXT"}
-        case Settings() | Object():
+        case Settings():
+            return {"action": MergeSettings, "metavar": "JSON"}
+        case Object():
             return {"action": MergeJSON, "metavar": "JSON"}
         case Checked(several=True):
             return {"action": "append", "metavar": "TEXT"}

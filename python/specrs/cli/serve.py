@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specrs.cli.arguments import EndOfFile
+from specrs.cli.config_file import END as END_OF_FILE
 from specrs.cli.model_flags import ABOUT_DRAFTS, add_model, engine_settings
 from specrs.errors import InvalidConfigError, check_number, invalid_config
 from specrs.extras import require
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--config", metavar="FILE", help="YAML of flags, without their dashes; those of the command line come after it"
     )
+    server.add_argument(END_OF_FILE, action=EndOfFile, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_flags(parser.add_argument_group("limits"), HTTPLimits, "serve")
     add_vllm_flags(parser)
 
@@ -76,8 +79,8 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.server.run import run_models, run_server
 
     log_to_stderr(LOG_LEVELS[options.uvicorn_log_level])
-    speculation = [key.replace("-", "_") for engine in engines for key in engine.get("speculative_config") or ()]
-    if any("padded_drafter" in key for key in speculation):
+    drafting = [engine.get("speculative_config") for engine in engines]
+    if any("padded_drafter" in key.replace("-", "_") for one in drafting if isinstance(one, Mapping) for key in one):
         logging.getLogger("specrs").info("disable_padded_drafter_batch has no effect: rows are never padded here")
     set_torch_threads(arguments.threads, bundled=all(engine["model"] is None for engine in engines))
     code = run_models(models, settings, options.models_memory_bytes) if models else run_server(engines[0], settings)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from specrs.cli.arguments import human_int
 from specrs.cli.model_flags import engine_settings
-from specrs.errors import did_you_mean, invalid_config
+from specrs.errors import InvalidConfigError, check_bool, did_you_mean, invalid_config
 from specrs.options import Integer, options_of
 
 if TYPE_CHECKING:
@@ -86,8 +86,17 @@ def _read(
     name = entry.pop("name", None) or model or "bundled"
     if not isinstance(name, str):
         raise invalid_config("--models", name, "must be a name, in quotes")
-    speculation = entry.pop("speculation", arguments.speculation)
     own = {key: entry.pop(key) for key in SERVER_KEYS if key in entry}
+    if {"speculation", "speculative_config"}.intersection(entry):  # take precedence over both flags
+        engine = {key: value for key, value in engine.items() if key != "speculative_config"}
+        speculation = entry.pop("speculation", None)
+        if speculation is not None:
+            check_bool(InvalidConfigError, "--models[].speculation", speculation)
+        if speculation is False and entry.get("speculative_config") is not None:
+            reason = f"contradicts speculation=False of {name!r}; leave one of them out"
+            raise invalid_config("--models[].speculative_config", entry["speculative_config"], reason)
+    else:
+        speculation = arguments.speculation
     given = {**engine, **{key: _number(declared[key].values, value) for key, value in entry.items()}}
     one = argparse.Namespace(model_tag=None, model=model, speculation=speculation)
     arguments_of_engine = engine_settings(one, given)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specrs.cli.arguments import MergeJSON, drafts_list
-from specrs.cli.option_flags import MODEL, add_flags, add_speculation_flags, drafter_without_k
+from specrs.cli.arguments import MergeSettings, drafts_list
+from specrs.cli.option_flags import MODEL, add_flags, add_speculation_flags, drafter_without_k, drafting_flag
 from specrs.engine_options import EngineOptions
-from specrs.errors import invalid_config
+from specrs.errors import invalid_config, short
 
 if TYPE_CHECKING:
     from specrs.cli.demo.measure import Prompt, Setting
@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--speculative-config",
-        action=MergeJSON,
+        "-sc",
+        action=MergeSettings,
         metavar="JSON",
         help='another drafter, as in \'{"method": "suffix,draft_model"}\'; K comes from --k',
     )
@@ -91,9 +92,12 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.sampling import SamplingParams
 
     drafter, bundled = drafter_without_k(arguments), BUNDLED.get(arguments.model)
-    if arguments.head is not None and (bundled is not None or drafter):
-        reason = "allowed with --model of another model than the bundled ones, and without --speculative-config"
+    if arguments.head is not None and bundled is not None:
+        reason = "must be the head of another model than the bundled ones; give that model as --model"
         raise invalid_config("--head", arguments.head, reason)
+    if arguments.head is not None and drafter:
+        flag, value = drafting_flag(drafter)
+        raise invalid_config("--head", arguments.head, f"contradicts {flag}={short(value)}; leave one of them out")
     if arguments.plot is not None:
         check_picture(arguments.plot)
     # The end token of bundled models is ignored, so that prompts generate as many tokens each; what chats have answers

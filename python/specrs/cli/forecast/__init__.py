@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from specrs.cli.arguments import MergeJSON, drafts_list, floats, pairs, sizes
-from specrs.cli.option_flags import MODEL, add_flags, add_speculation_flags
+from specrs.cli.arguments import MergeSettings, drafts_list, floats, pairs, sizes
+from specrs.cli.option_flags import MODEL, add_flags, add_speculation_flags, drafting_flag
 from specrs.engine_options import EngineOptions
 from specrs.errors import InvalidConfigError, check_int, invalid_config
 from specrs.model_values import AT_LOAD, KV_CACHE_DTYPES
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "verification adds the time of the experts that its other rows read",
     )
     measured.add_argument(
-        "--speculative-config", action=MergeJSON, metavar="JSON", help="how to draft, without K (see --k)"
+        "--speculative-config", "-sc", action=MergeSettings, metavar="JSON", help="how to draft, without K (see --k)"
     )
     add_speculation_flags(measured, "forecast", own_k=True)
     measured.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="K to run; default: 1,3,5")
@@ -164,7 +164,10 @@ def run(arguments: argparse.Namespace) -> None:
     for option in sorted(vars(arguments).keys() & set().union(*_USES.values()) - _USES[given[0]]):
         value = getattr(arguments, option)
         if value != arguments.parser.get_default(option):
-            raise invalid_config(f"--{option.replace('_', '-')}", value, f"has no meaning with {given[0]}")
+            flag = f"--{option.replace('_', '-')}"
+            if option == "speculative_config":
+                flag, value = drafting_flag(value)
+            raise invalid_config(flag, value, f"has no meaning with {given[0]}; leave it out")
     if arguments.sweep is not None:
         from specrs.cli.forecast import sweep
 

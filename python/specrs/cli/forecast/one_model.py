@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from specrs.cli.arguments import floats, pairs
 from specrs.cli.output import write_json
-from specrs.errors import InvalidConfigError, check_int, invalid_config
+from specrs.errors import InvalidConfigError, check_int, invalid_config, short
 
 if TYPE_CHECKING:
     from specrs.forecast import Forecast, PassTimes
@@ -110,7 +110,7 @@ def acceptance(arguments: argparse.Namespace) -> dict[int, float]:
 def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | None, dict[int, float], Regression]:
     from tqdm import tqdm
 
-    from specrs.cli.option_flags import drafter_without_k, given_options
+    from specrs.cli.option_flags import drafter_without_k, drafting_flag, given_options
     from specrs.cli.threads import set_torch_threads
     from specrs.engine_options import EngineOptions
     from specrs.forecast import report
@@ -123,7 +123,8 @@ def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | Non
     drafter = drafter_without_k(arguments)
     if arguments.draft_model is not None:
         if "model" in drafter:
-            reason = f"contradicts --spec-model={drafter['model']}; leave one of them out"
+            flag, value = drafting_flag(drafter, "model")
+            reason = f"contradicts {flag}={short(value)}; leave one of them out"
             raise invalid_config("--draft-model", arguments.draft_model, reason)
         drafter = {"model": arguments.draft_model, **drafter}
     set_torch_threads(arguments.threads, bundled=arguments.model is None)
