@@ -103,14 +103,25 @@ SPECULATING = [name for name in COMMANDS if has(name, "--speculative-config")]
 
 @pytest.mark.parametrize("command", SPECULATING)
 def test_flags_of_drafting_set_keys_of_the_speculative_config(command: str) -> None:
-    """Every command with --speculative-config has the short flags, whose later value counts, and K has one flag."""
+    """Every command with --speculative-config has the short flags, whose later value counts."""
     flags = ["--spec-model", "d", "-sc.max-model-len=9", "--spec-method", "eagle3", "--spec-method", "suffix"]
     expected: dict[str, Any] = {"model": "d", "max_model_len": 9, "method": "suffix"}
     if not has(command, "--k"):
         flags += ["--spec-tokens", "auto"]
         expected["num_speculative_tokens"] = "auto"
     assert parser().parse_args(spell([*command.split(), *flags])).speculative_config == expected
-    assert has(command, "--k") != has(command, "--spec-tokens")
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if has(name, "--k") or name in SPECULATING])
+def test_every_command_that_drafts_has_the_flag_of_k(command: str) -> None:
+    """--spec-tokens is the name of the flag in every command, and --k a second one of commands with several K."""
+    actions = COMMANDS[command]._option_string_actions
+    assert actions.get("--k", actions["--spec-tokens"]) is actions["--spec-tokens"]
+
+
+def test_a_list_of_k_has_two_names() -> None:
+    for flag in ("--k", "--spec-tokens", "--spec_tokens"):
+        assert parser().parse_args(spell(["bench", "acceptance", flag, "2,4"])).k == [2, 4]
 
 
 @pytest.mark.parametrize("command", SPECULATING)

@@ -31,10 +31,18 @@ class Parser(argparse.ArgumentParser):
         Only options that --help shows are suggested. Hidden ones are rejected or have no effect.
         """
         flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
-        meant = [near_names(flag, self._shown_options(), 1) for flag in flags]
-        hints = [match for found in meant for match in found]
+        hints = list(dict.fromkeys(match for flag in flags for match in self._meant(flag)))
         hint = f"; did you mean {' and '.join(hints)}?" if hints else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+    def _meant(self, flag: str) -> list[str]:
+        """Return the flag that other commands or vLLM call `flag`, or else one with a similar name; empty without."""
+        from specrs.vllm_arguments import REJECTED
+
+        row = REJECTED.get(flag.removeprefix("--"))
+        other = _K_ELSEWHERE.get(flag) or (row.instead if row is not None else None) or ""
+        shown = self._shown_options()
+        return [other] if re.split("[. ]", other)[0] in shown else near_names(flag, shown, 1)
 
     def _shown_options(self) -> list[str]:
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
@@ -81,6 +89,8 @@ class Parser(argparse.ArgumentParser):
         return read
 
 
+_K_ELSEWHERE = {"--k": "--spec-tokens"}
+"""Flag for lists of K, with the flag of commands that have one K."""
 _SWITCH = {"true": True, "false": False}
 
 

@@ -47,7 +47,7 @@ def add_flags(to: argparse._ActionsContainer, owner: type, command: Command, **d
 def add_speculation_flags(to: argparse._ActionsContainer, command: Command, *, own_k: bool = False) -> None:
     """Add `--spec-method`, `--spec-model` and `--spec-tokens`, each of which sets one key of `--speculative-config`.
 
-    With `own_k`, `command` has `--k` for the numbers of drafts, and no `--spec-tokens`.
+    With `own_k`, `command` has `K_FLAGS` for a list of numbers of drafts instead of `--spec-tokens` for one.
     """
     for name, declared in options_of(SpeculativeConfig).items():
         if command in declared.commands and not (own_k and name == _K):
@@ -57,6 +57,8 @@ def add_speculation_flags(to: argparse._ActionsContainer, command: Command, *, o
 
 _K = "num_speculative_tokens"
 """Key of `--speculative-config` that commands with `--k` do not take."""
+K_FLAGS = ("--k", options_of(SpeculativeConfig)[_K].flag)
+"""Names of the flag of commands that compare several numbers of drafts."""
 
 
 def drafter_without_k(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specrs.cli.arguments import drafts_list, floats
 from specrs.cli.bench import options
-from specrs.cli.option_flags import drafter_without_k
+from specrs.cli.option_flags import K_FLAGS, drafter_without_k
 from specrs.cli.output import write_json
 
 SUMMARY = "acceptance length over a data set, by K and temperature"
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_engine(parser, own_k=True)
     options.add_dataset(parser, "bundled", "50")
     parser.add_argument(
-        "--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="numbers of draft tokens; default: 1,3,5"
+        *K_FLAGS, type=drafts_list, default=[1, 3, 5], metavar="LIST", help="numbers of draft tokens; default: 1,3,5"
     )
     parser.add_argument(
         "--temperature", type=floats, default=[0.0, 1.0], metavar="LIST", help="temperatures; default: 0,1"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from specrs.cli.bench import options
+from specrs.cli.option_flags import K_FLAGS
 from specrs.extras import require
 
 SUMMARY = "figures from a parquet file of a sweep"
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the pictures; default: the file's name without .parquet",
     )
     parser.add_argument("--format", default="png", help="format of the files: one of png, svg, pdf; default: png")
-    parser.add_argument("--k", type=int, help="K of figures 4, 6 and 7; default: where speed-ups are highest")
+    parser.add_argument(*K_FLAGS, type=int, help="K of figures 4, 6 and 7; default: where speed-ups are highest")
 
 
 def run(arguments: argparse.Namespace) -> None:

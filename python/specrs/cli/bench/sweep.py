@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specrs.cli.arguments import floats
 from specrs.cli.bench import options
-from specrs.cli.option_flags import MODEL, add_flag
+from specrs.cli.option_flags import K_FLAGS, MODEL, add_flag
 from specrs.engine_options import EngineOptions
 from specrs.errors import invalid_config
 from specrs.extras import require
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(servers, options_of(EngineOptions)["threads"], stated="that of specrs serve; not for --serve-cmd")
     swept = parser.add_argument_group("what is swept")
     swept.add_argument(
-        "--k",
+        *K_FLAGS,
         type=options.counts,
         default=[0, 1, 3, 5],
         metavar="LIST",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.cli.arguments import MergeSettings, drafts_list
-from specrs.cli.option_flags import MODEL, add_flags, add_speculation_flags, drafter_without_k, drafting_flag
+from specrs.cli.option_flags import K_FLAGS, MODEL, add_flags, add_speculation_flags, drafter_without_k, drafting_flag
 from specrs.engine_options import EngineOptions
 from specrs.errors import invalid_config, short
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--head", help="folder or hub id of an EAGLE-3 head of --model, which drafts, too")
     parser.add_argument(
-        "--k",
+        *K_FLAGS,
         type=drafts_list,
         metavar="LIST",
         help="numbers of drafts; default: 1,3,5,7, for the bundled hybrid 1,2,3,4, with another --model alone 5 from "

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from specrs.cli.arguments import MergeSettings, drafts_list, floats, pairs, sizes
-from specrs.cli.option_flags import MODEL, add_flags, add_speculation_flags, drafting_flag
+from specrs.cli.option_flags import K_FLAGS, MODEL, add_flags, add_speculation_flags, drafting_flag
 from specrs.engine_options import EngineOptions
 from specrs.errors import InvalidConfigError, check_int, invalid_config
 from specrs.model_values import AT_LOAD, KV_CACHE_DTYPES
@@ -132,7 +132,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculative-config", "-sc", action=MergeSettings, metavar="JSON", help="how to draft, without K (see --k)"
     )
     add_speculation_flags(measured, "forecast", own_k=True)
-    measured.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="K to run; default: 1,3,5")
+    measured.add_argument(
+        *K_FLAGS, type=drafts_list, default=[1, 3, 5], metavar="LIST", help="K to run; default: 1,3,5"
+    )
     measured.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt; default: 128")
     measured.add_argument("--num-prompts", type=int, default=4, help="number of bundled prompts; default: 4")
     measured.add_argument("--rounds", type=int, default=3, help="times that the settings take turns; default: 3")
