@@ -60,9 +60,17 @@ def request(path: Path, number: int = 1, name: str | None = None) -> LoRARequest
         ({"task_type": "SEQ_CLS"}, UnsupportedModelError, "task_type='SEQ_CLS'"),
         ({"r": 0}, CheckpointError, "r=0: must be an integer of at least 1"),
         ({"r": True}, CheckpointError, "r=True"),
-        ({"r": 5}, CheckpointError, r"lora_A.weight has shape \(4, \d+\), its rank and the model make it \(5, \d+\)"),
+        (
+            {"r": 5},
+            CheckpointError,
+            r"lora_A.weight=\(4, \d+\): must be \(5, \d+\) for rank 5 and this model; set r, or rank_pattern, .* to 4$",
+        ),
         ({"r": 17}, CheckpointError, "=17: must be at most max_lora_rank=16"),
-        ({"rank_pattern": {"q_proj": 3}}, CheckpointError, "has shape"),
+        (
+            {"rank_pattern": {"q_proj": 3}},
+            CheckpointError,
+            r"lora_A.weight=\(4, 48\): must be \(3, 48\) for rank 3.* to 4$",
+        ),
         ({"rank_pattern": {"q_proj": "3"}}, CheckpointError, "rank_pattern="),
         ({"alpha_pattern": {"(": 3}}, CheckpointError, "alpha_pattern='\\(': must be an expression"),
         ({"lora_alpha": 0}, CheckpointError, "lora_alpha=0: must be a finite number greater than 0"),
@@ -70,8 +78,12 @@ def request(path: Path, number: int = 1, name: str | None = None) -> LoRARequest
         ({"use_rslora": 1}, CheckpointError, "use_rslora=1: must be true or false"),
         ({"target_modules": None}, CheckpointError, "target_modules=None: must be a list"),
         ({"target_modules": "*"}, CheckpointError, "target_modules='\\*': must be an expression"),
-        ({"target_modules": ["q_proj"]}, CheckpointError, "does not name model.layers.0.mlp.down_proj"),
-        ({"target_modules": "all-linear"}, CheckpointError, "k_proj.lora_A, .* is missing, and 17 more"),
+        ({"target_modules": ["q_proj"]}, CheckpointError, "does not name model.layers.0.mlp.down_proj; add it to t"),
+        (
+            {"target_modules": "all-linear"},
+            CheckpointError,
+            "k_proj.lora_A, .* is missing, and 17 more; take modules that",
+        ),
         ({"target_modules": ["lm_head"]}, CheckpointError, "does not name"),
         ({"exclude_modules": ["q_proj"]}, CheckpointError, "does not name"),
         ({"layers_to_transform": [0]}, CheckpointError, "does not name model.layers.1"),
@@ -91,9 +103,14 @@ def test_what_the_configuration_says(
     ("change", "says"),
     [
         ({f"{Q}.lora_B.weight": None}, "model.layers.0.self_attn.q_proj.lora_B is missing"),
-        ({f"{Q}.lora_A.weight": torch.zeros(4, 47)}, r"has shape \(4, 47\)"),
-        ({f"{Q}.lora_B.weight": torch.zeros(4, 64)}, r"has shape \(4, 64\)"),
-        ({f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int32)}, "is I32; must be one of"),
+        ({f"{Q}.lora_A.weight": torch.zeros(4, 47)}, r"=\(4, 47\): must be \(4, 48\) for rank 4 .*; use an adapter"),
+        ({f"{Q}.lora_B.weight": torch.zeros(4, 64)}, r"=\(4, 64\): must be \(64, 4\) for rank 4 .*; use an adapter"),
+        ({f"{Q}.lora_B.weight": torch.zeros(64, 5)}, r"=\(64, 5\): must be \(64, 4\) .*; set r, or .* to 5$"),
+        ({f"{Q}.lora_B.weight": torch.zeros(64)}, r"=\(64,\): must be \(64, 4\) .*; use an adapter"),
+        (
+            {f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int32)},
+            "lora_A.weight='I32': must be one of .*; convert",
+        ),
         ({f"{PREFIX}lm_head.lora_A.weight": torch.zeros(4, 48)}, "lm_head.lora_A.weight: not implemented"),
         ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "lora_magnitude_vector: not implemented"),
         ({f"{Q}.lora_A.bias": torch.zeros(4)}, "lora_A.bias: not implemented"),
@@ -141,7 +158,7 @@ def test_files_that_are_not_there(checkpoint: Path, model: TorchDecoder, tmp_pat
         store(model).load(request(tmp_path / "nowhere"))
     path = write_adapter(tmp_path / "adapter", checkpoint, SPEC)
     (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing, adapter_model\.bin is a pickle"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing; adapter_model\.bin is a pickle"):
         store(model).load(request(path))
     (path / "adapter_model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(CheckpointError, match="could not be read"):

@@ -101,8 +101,8 @@ def load_lora(
     path = folder / FILE
     if not path.is_file():
         is_pickled = (folder / "adapter_model.bin").exists()
-        also = ", adapter_model.bin is a pickle, which can run code when it is read" if is_pickled else ""
-        raise CheckpointError(f"{folder}: {FILE} is missing{also}")
+        also = "adapter_model.bin is a pickle, which can run code when it is read; " if is_pickled else ""
+        raise CheckpointError(f"{folder}: {FILE} is missing; {also}save the adapter with safetensors")
     try:
         file = SafetensorsFile(path)
     except (SafetensorError, OSError) as fault:
@@ -119,7 +119,7 @@ def load_lora(
         for tensor, numbers in ((a, converted(file.mapped(a), FLOAT64)), (b, scaled)):
             if not np.isfinite(numbers).all():
                 times = f" times its scale of {scale}" if tensor == b else ""
-                raise CheckpointError(f"{path}: {tensor}{times} must hold finite numbers")
+                raise CheckpointError(f"{path}: {tensor}{times} must hold finite numbers; train or save it again")
         part = LoRAPart(model.place(_inputs(module, file.mapped(a), c)), model.place(scaled), place.first)
         parts = layers[place.layer]
         parts[place.projection] = (*parts.get(place.projection, ()), part)
@@ -157,7 +157,8 @@ def _check(
             allowed += ", but not of shared or fused experts"
             raise UnsupportedModelError(f"{path}: {name}: not implemented; allowed: {allowed}, as the model has them")
         if not config.has(module):
-            raise CheckpointError(f"{path}: {name} is there, but adapter_config.json does not name {module}")
+            reason = f"is there, but adapter_config.json does not name {module}; add it to target_modules"
+            raise CheckpointError(f"{path}: {name} {reason}, or use the adapter_config.json of these tensors")
         if ".experts." in module and not experts:
             allowed = "an adapter without experts, or device='cpu'"
             raise UnsupportedModelError(f"{path}: {name}: experts are not implemented on a GPU; allowed: {allowed}")
@@ -168,16 +169,23 @@ def _check(
     missing = [f"{module}.lora_{kind}" for module in wanted for kind in "AB" if kind not in found.get(module, ())]
     if missing or not wanted:
         what = ", ".join(missing[:3]) or "every module that adapter_config.json names"
-        raise CheckpointError(f"{path}: {what} is missing" + (f", and {len(missing) - 3} more" if missing[3:] else ""))
+        more = f", and {len(missing) - 3} more" if missing[3:] else ""
+        remedy = "take modules that the adapter does not change out of target_modules in adapter_config.json"
+        raise CheckpointError(f"{path}: {what} is missing{more}; {remedy}, or use the file that belongs to it")
     for module, names in found.items():
         rank, place = config.rank_of(module), known[module]
         if rank > max_lora_rank:
             allowed = f"must be at most max_lora_rank={max_lora_rank}; raise max_lora_rank"
             raise invalid(CheckpointError, f"{path.parent}: the rank of {module}", rank, allowed)
-        for kind, shape in (("A", (rank, place.inputs)), ("B", (place.outputs, rank))):
+        for kind, axis, shape in (("A", 0, (rank, place.inputs)), ("B", 1, (place.outputs, rank))):
             own, dtype = entries[names[kind]]
             if own != shape:
-                raise CheckpointError(f"{path}: {names[kind]} has shape {own}, its rank and the model make it {shape}")
+                remedy = "use an adapter that was trained for this model"
+                if len(own) == 2 and own[1 - axis] == shape[1 - axis]:
+                    remedy = f"set r, or rank_pattern, in adapter_config.json to {own[axis]}"
+                allowed = f"must be {shape} for rank {rank} and this model; {remedy}"
+                raise invalid(CheckpointError, f"{path}: the shape of {names[kind]}", own, allowed)
             if dtype not in DTYPES:
-                raise CheckpointError(f"{path}: {names[kind]} is {dtype}; must be one of {', '.join(DTYPES)}")
+                allowed = f"must be one of {', '.join(DTYPES)}; convert the tensor"
+                raise invalid(CheckpointError, f"{path}: the dtype of {names[kind]}", dtype, allowed)
     return {module: (names["A"], names["B"]) for module, names in found.items()}
