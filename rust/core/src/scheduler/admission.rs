@@ -38,8 +38,9 @@ impl Scheduler {
             let fits =
                 uploads <= self.record_layout.upload_token.len && constraints <= self.record_layout.constraint.len;
             let has_budget = self.budget(plan).prefill_left > 0 && !self.has_all_merged(plan);
-            if self.free_rows.len() == num_held_back || !has_budget || !fits {
-                if !has_budget && plan.merges() {
+            let has_row = self.free_rows.len() > num_held_back;
+            if !has_row || !has_budget || !fits {
+                if has_row && !has_budget && plan.merges() {
                     self.num_delays = num_delays + 1;
                 }
                 break;

@@ -141,6 +141,22 @@ fn prompts_that_arrive_faster_than_merged_steps_take_them_get_passes_of_their_ow
 }
 
 #[test]
+fn prompts_that_wait_for_rows_do_not_wait_for_a_room() {
+    let mut driver = decoding(merging(), 5);
+    for id in 10..60 {
+        driver.add(id, &ask(id as u64, 30, 1)).unwrap();
+    }
+    let made: Vec<_> = (0..9)
+        .map(|_| {
+            let header = driver.plan_step();
+            driver.settle();
+            header.num_prefill_tokens
+        })
+        .collect();
+    assert_eq!(made, [59; 9], "three rows for prompts, all of which have a chunk in each step");
+}
+
+#[test]
 fn without_a_room_nothing_is_cut() {
     let mut driver = decoding(SchedulerConfig { merged_rooms: rooms(2, 3, 64), ..merging() }, 3);
     driver.add(9, &ask(9, 150, 2)).unwrap();
