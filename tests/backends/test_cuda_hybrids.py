@@ -65,7 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def paths(folder: Path, family: str) -> tuple[Path, Path]:
-    target = make_checkpoint(folder / family, family, seed=1, **SHAPE, **FAMILIES[family])
+    # `load` writes other models of some of these names into the same folder.
+    target = make_checkpoint(folder / f"{family} target", family, seed=1, **SHAPE, **FAMILIES[family])
     return target, make_checkpoint(folder / f"{family} draft", "qwen3", seed=2, layers=1, **SHAPE)
 
 
