@@ -61,6 +61,21 @@ def test_a_simulated_loop_has_the_predicted_throughput(concurrency: int, k: int,
     assert predicted(concurrency, k, merges=merges) == pytest.approx(found, rel=0.012)
 
 
+@pytest.mark.parametrize(("concurrency", "k"), [(64, 0), (128, 0), (256, 1)])
+def test_short_prompts_that_wait_for_rooms(concurrency: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check requests of 20 tokens in and out, of which more arrive in a step than ride in a pass. A model in which they
+    wait for a room in fewer steps is found."""
+    found = fmean(
+        simulate(concurrency, k, prompt=20, output=20, waves=30, depth=2, output_spread=10, seed=seed).tokens_per_s
+        for seed in range(3)
+    )
+    own = StepCosts.of_engine(roofline(), k, 20)
+    assert steady_state(own, concurrency, 20, RATES).tokens_per_s == pytest.approx(found, rel=0.015)
+    monkeypatch.setattr(steady, "_MAX_DELAYS", 0)
+    own = StepCosts.of_engine(roofline(), k, 20)
+    assert steady_state(own, concurrency, 20, RATES).tokens_per_s != pytest.approx(found, rel=0.015)
+
+
 def test_a_model_that_leaves_something_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the comparison finds prompts that are cut over too few steps, and a draft that never sees prompts."""
     few, many = simulated(128, 0), simulated(64, 5)
@@ -88,7 +103,7 @@ def test_a_request_that_decodes_alone() -> None:
         (0, 16, 1, 88, 44, True),
         (0, 16, 1, 150, 150, True),  # two rooms of 44 are too few, and 192 rows have room for 172
         (0, 16, 4, 600, 172, True),
-        (0, 16, 5, 689, 689, False),  # 4 times 172 are 688
+        (0, 16, 5, 750, 172, True),  # four prompts may have a chunk in the step, and the fifth does not count
         (0, 64, 1, 150, 150, True),
         (0, 64, 2, 300, 156, True),
         (5, 8, 1, 150, 150, True),
@@ -108,6 +123,18 @@ def test_prompts_ride_where_there_is_room(
     assert (apart.tokens, apart.merged) == (left, False)
     if merged and tokens == left:
         assert step.ms < apart.ms
+
+
+def test_prompts_that_do_not_ride() -> None:
+    """Check prompts that exceed four rooms, and short ones of which a step has four chunks at most. After two steps
+    that left no room for some of them, all have a pass of their own."""
+    long, short = (StepCosts.of_engine(roofline(), 0, tokens) for tokens in (345, 30))
+    for left, tokens, merged in ((688, 172, True), (690, 690, False)):  # 4 times 172 are 688
+        step = long.step(16, 2, left)
+        assert (step.tokens, step.merged) == (tokens, merged)
+    for delays, tokens, merged in ((0, 120, True), (1, 120, True), (2, 270, False)):
+        step = short.step(16, 9, 270, delays)
+        assert (step.tokens, step.merged) == (tokens, merged)
 
 
 def test_long_prompts_take_what_decoding_leaves_of_a_step() -> None:

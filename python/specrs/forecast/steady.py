@@ -1,6 +1,7 @@
 """Predicts the throughput of an engine on a GPU under a constant number of requests: each that ends is replaced.
 
-Steps are a Markov chain. Its state is the number of prompt tokens that are not computed yet. In each step every
+Steps are a Markov chain. Its state is the number of prompt tokens that are not computed yet, and the number of last
+steps that left no room for a waiting prompt. In each step every
 decoding request ends with the same probability, so requests start and end at random, as on a server. A step costs what
 `Roofline` says of its shape. `backends.cuda.shapes.Buckets` decides which graph a step takes, how far it is padded, and
 whether prompts ride in the verification pass. The scheduler cuts prompts to what fits. `StepCosts` repeats that rule of
@@ -29,6 +30,7 @@ from specrs.backends.cuda.shapes import (
     TILED_MERGED_ROWS,
     Buckets,
     LogitsMode,
+    MergedShape,
     batch_buckets,
 )
 from specrs.forecast.gpus import GAP_US
@@ -40,6 +42,8 @@ _LEAST = 1e-6
 less."""
 _FEW_ROOMS = 2
 """Number of rooms of one size that should hold a step's prompts, as in the scheduler."""
+_MAX_DELAYS = 2
+"""Number of merged steps in a row that may leave no room for a waiting prompt, as in the scheduler."""
 _MAX_STEPS = 2000
 """Maximum number of steps for which the chain is followed."""
 
@@ -76,9 +80,10 @@ class Step:
 class StepCosts:
     """Steps of an engine whose requests all draft `k` tokens and have prompts of `input_len` tokens.
 
-    `step(decoding, prompts, left)` is a step of `decoding` sequences when `prompts` prompts have `left` tokens that are
-    not computed yet. It leaves out the draft's pass over prompts. `catch_up_ms(prompts)` is the time of that pass,
-    which comes in the step after `prompts` prompts have ended.
+    `step(decoding, prompts, left, delays)` is a step of `decoding` sequences when `prompts` prompts have `left` tokens
+    that are not computed yet, after `delays` steps that left no room for a waiting prompt. It leaves out the draft's
+    pass over prompts. `catch_up_ms(prompts)` is the time of that pass, which comes in the step after `prompts` prompts
+    have ended.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class StepCosts:
         self._max_tokens = max_num_batched_tokens
         self._rooms = [(seqs, tokens) for drafts, seqs, tokens in buckets.merged_rooms() if drafts == k]
         self.step, self.catch_up_ms = cache(self._step), cache(self._catch_up_ms)
+        self._decode_ms, self._merged_ms = cache(self._time_decode), cache(self._time_merged)
 
     @classmethod
     def of_engine(
@@ -111,29 +117,38 @@ class StepCosts:
         )
         return cls(roofline, buckets, k, input_len, tokens)
 
-    def _step(self, decoding: int, prompts: int, left: int) -> Step:
+    def _step(self, decoding: int, prompts: int, left: int, delays: int = 0) -> Step:
         gap = 1e-3 * GAP_US
         whole = self.buckets.whole([self.k] * decoding, LogitsMode.GREEDY, self.k) if decoding else None
-        alone = self.roofline.iteration_ms(whole.batch if whole else decoding, self.k) if decoding else 0.0
+        alone = self._decode_ms(whole.batch if whole else decoding) if decoding else 0.0
         if not left:
             return Step(gap + alone)
-        tokens, chunks = self._cut(decoding, prompts, left)
+        tokens, chunks = self._cut(decoding, prompts, left, delays)
         merged = None if whole is None else self.buckets.merged(whole, decoding, tokens, chunks)
         if merged is not None:
-            batch, ends = merged.decode.batch, merged.num_seqs - merged.decode.batch
-            verification = self.roofline.target_pass(batch, self.k, self._chunks(merged.chunk_rows, ends))
-            return Step(gap + self.roofline.iteration_ms(batch, self.k, verification), tokens, merged=True)
+            return Step(gap + self._merged_ms(merged), tokens, merged=True)
         ends = prompts - ceil((left - tokens) / self.input_len)
         return Step(gap + alone + self.roofline.prompts_ms(self._padded(tokens, chunks, ends)), tokens)
 
-    def _cut(self, decoding: int, prompts: int, left: int) -> tuple[int, int]:
+    def _time_decode(self, batch: int) -> float:
+        return self.roofline.iteration_ms(batch, self.k)
+
+    def _time_merged(self, shape: MergedShape) -> float:
+        batch, ends = shape.decode.batch, shape.num_seqs - shape.decode.batch
+        verification = self.roofline.target_pass(batch, self.k, self._chunks(shape.chunk_rows, ends))
+        return self.roofline.iteration_ms(batch, self.k, verification)
+
+    def _cut(self, decoding: int, prompts: int, left: int, delays: int) -> tuple[int, int]:
         """Return the number of prompt tokens of a step and the number of prompts that they are of, as the scheduler
         chooses them."""
         most = next((seqs for seqs, _ in self._rooms if seqs >= decoding > 0), None)
         rooms = [tokens for seqs, tokens in self._rooms if seqs == most]
-        if rooms and left <= MERGED_STEPS * rooms[-1] and prompts <= MERGED_STEPS * MERGED_CHUNKS:
-            room = next((tokens for tokens in rooms if left <= _FEW_ROOMS * tokens), rooms[-1])
-            return min(left, room), min(prompts, MERGED_CHUNKS)
+        # Prompts of which the step has no chunk do not count.
+        chunks = min(prompts, MERGED_CHUNKS)
+        first = left - (prompts - chunks) * self.input_len
+        if rooms and delays < _MAX_DELAYS and first <= MERGED_STEPS * rooms[-1]:
+            room = next((tokens for tokens in rooms if first <= _FEW_ROOMS * tokens), rooms[-1])
+            return min(first, room), chunks
         most = max(self._max_tokens - decoding * (self.k + 1), ceil(self._max_tokens / 4))
         # Whole prompts or equal parts of one, so that few numbers of tokens can be left.
         part = ceil(self.input_len / ceil(self.input_len / most))
@@ -176,18 +191,19 @@ def steady_state(costs: StepCosts, concurrency: int, output_len: int, shares: Se
     # A step is planned before the one before it has ended. So a place stays empty for a step, unless nothing else runs.
     empty = 0 if concurrency == 1 and not costs.k else CudaBackend.max_steps_in_flight - 1
     chance = 1.0 / (1.0 + mean_steps(output_len - 1, shares[: costs.k]) + empty)
-    states, settled = {0: 1.0}, False
+    states, settled = {(0, 0): 1.0}, False
     for _ in range(_MAX_STEPS):
-        following = defaultdict[int, float](float)
+        # A fifth of the weight stays where it is: a chain that merges its prompts in two of three steps has a period.
+        following = defaultdict[tuple[int, int], float](float, {state: p / 4 for state, p in states.items()})
         ms, arrived, prompted, merged = 0.0, 0.0, 0.0, 0.0
-        for left, weight in states.items():
+        for (left, delays), weight in states.items():
             waiting = ceil(left / costs.input_len)
             for arrivals, probability in _arrivals(concurrency - waiting, chance):
                 p, prompts = weight * probability, waiting + arrivals
                 all_left = left + arrivals * costs.input_len
-                step = costs.step(concurrency - prompts, prompts, all_left)
+                step = costs.step(concurrency - prompts, prompts, all_left, delays)
                 still = all_left - step.tokens
-                following[still] += p
+                following[still, delays + 1 if step.merged and prompts > MERGED_CHUNKS else 0] += p
                 ms += p * (step.ms + costs.catch_up_ms(prompts - ceil(still / costs.input_len)))
                 arrived += p * arrivals
                 prompted += p * (prompts > 0)
@@ -195,8 +211,8 @@ def steady_state(costs: StepCosts, concurrency: int, output_len: int, shares: Se
         if settled:
             break
         total = sum(p for p in following.values() if p >= _LEAST)
-        kept = {left: p / total for left, p in following.items() if p >= _LEAST}
-        settled = all(abs(p - states.get(left, 0.0)) < _LEAST for left, p in kept.items())
+        kept = {state: p / total for state, p in following.items() if p >= _LEAST}
+        settled = all(abs(p - states.get(state, 0.0)) < _LEAST for state, p in kept.items())
         states = kept
     rate = 1e3 * arrived * output_len / ms
     return SteadyState(concurrency, costs.k, rate, ms, arrived, merged / prompted if prompted else 0.0)
