@@ -88,14 +88,16 @@ fn op() -> impl Strategy<Value = Op> {
 /// Token id that one pass for all drafts feeds in their place; it occurs in no text.
 const MASK: i64 = VOCAB;
 
-/// Returns the rooms of passes of `total` tokens, for up to `max_seqs` sequences with up to `max_k` drafts.
+/// Returns the rooms of passes of `total` and of `total / 2` tokens, for up to `max_seqs` sequences with up to `max_k`
+/// drafts.
 fn rooms(max_seqs: usize, max_k: usize, total: usize) -> Vec<MergedRoom> {
-    let of = |k, num_seqs: usize| MergedRoom {
+    let of = |k, num_seqs: usize, total: usize| MergedRoom {
         num_speculative_tokens: k,
         num_seqs,
         num_tokens: total.saturating_sub(num_seqs * (k + 1)),
     };
-    let every = (0..=max_k).flat_map(|k| (1..=max_seqs).map(move |num_seqs| of(k, num_seqs)));
+    let seqs = (0..=max_k).flat_map(|k| (1..=max_seqs).map(move |num_seqs| (k, num_seqs)));
+    let every = seqs.flat_map(|(k, num_seqs)| [total / 2, total].map(|total| of(k, num_seqs, total)));
     every.filter(|room| room.num_tokens > 0).collect()
 }
 
