@@ -149,6 +149,19 @@ def test_weights_that_are_read_by_tiles_have_passes_of_whole_tiles() -> None:
     ]
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4, 5, 9, 17])
+def test_each_graph_with_chunks_serves_a_step(max_num_seqs: int) -> None:
+    """Check small engines, where a batch of all requests leaves no row for a prompt."""
+    buckets = Buckets(batch_buckets(max_num_seqs), 5, max_chunk_rows=512, max_chunks=max_num_seqs, merges=4)
+    every, found = set(buckets.merged_shapes()), set()
+    for shape, count in itertools.product(every, range(1, max_num_seqs)):
+        whole = buckets.whole([shape.decode.max_k] * count, shape.decode.logits_mode)
+        assert whole is not None
+        found.add(buckets.merged(whole, count, shape.chunk_rows, 1))
+    assert every == found - {None}
+    assert bool(every) == (max_num_seqs > 1)
+
+
 AUTO = Buckets(batch_buckets(256), 5, every_k=True, max_chunk_rows=8192, max_chunks=256, merges=4)
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 
 
 class LogitsMode(StrEnum):
@@ -252,9 +253,12 @@ class Buckets:
 
     def _merged_shapes(self, max_num_seqs: int, max_rows: int) -> Iterator[MergedShape]:
         """Yield the whole graphs with prompt chunks."""
-        for batch in self.chained_batches:
+        for smaller, batch in pairwise([0, *self.chained_batches]):
+            seqs = min(batch + self.merged_seqs, max_num_seqs)
+            if smaller + 1 == seqs:
+                continue  # steps that are padded to this batch have all requests, and no prompt
             for k in self.whole_ks:
-                rows, seqs = batch * (k + 1), min(batch + self.merged_seqs, max_num_seqs)
+                rows = batch * (k + 1)
                 totals = (_at_least(self.merged_rows.totals, rows + more) for more in self.merged_rows.more)
                 rooms = {min(total - rows - (seqs - batch), max_rows) for total in totals if total is not None}
                 for logits_mode in (LogitsMode.SAMPLED, LogitsMode.GREEDY):
