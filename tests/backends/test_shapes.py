@@ -175,6 +175,13 @@ def test_graphs_are_few(every_k: bool, counts: tuple[int, ...]) -> None:
     assert not list(Buckets(batch_buckets(256), 5, max_chunk_rows=8192, max_chunks=256).merged_shapes())
 
 
+def test_rooms_that_are_documented() -> None:
+    """Check the numbers of prompt tokens next to one request at K = 5 and to 64 at K = 0, which docs/gpu.md states."""
+    rooms = AUTO.merged_rooms()
+    assert [tokens for k, seqs, tokens in rooms if (k, seqs) == (5, 1)] == [54, 182]
+    assert [tokens for k, seqs, tokens in rooms if (k, seqs) == (0, 64)] == [60, 156]
+
+
 @pytest.mark.parametrize("logits_mode", LogitsMode)
 def test_beyond_the_captured_sizes_there_is_no_graph(logits_mode: LogitsMode) -> None:
     buckets = Buckets(batch_buckets(8, (1, 2, 16)), 3)
