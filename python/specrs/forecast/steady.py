@@ -1,10 +1,10 @@
 """Predicts the throughput of an engine on a GPU under a constant number of requests: each that ends is replaced.
 
 Steps are a Markov chain. Its state is the number of prompt tokens that are not computed yet, and the number of last
-steps that left no room for a waiting prompt. In each step every
-decoding request ends with the same probability, so requests start and end at random, as on a server. A step costs what
-`Roofline` says of its shape. `backends.cuda.shapes.Buckets` decides which graph a step takes, how far it is padded, and
-whether prompts ride in the verification pass. The scheduler cuts prompts to what fits. `StepCosts` repeats that rule of
+steps that left no room for a waiting prompt. In each step every decoding request ends with the same probability, so
+requests start and end at random, as on a server. A step costs what `Roofline` says of its shape.
+`backends.cuda.shapes.Buckets` decides which graph a step takes, how far it is padded, and whether prompts ride in the
+verification pass. The scheduler cuts prompts to what fits. `StepCosts` repeats that rule of
 `rust/core/src/scheduler/merging.rs`, and tests compare both.
 
 Not modelled: memory for KV, `max_prefill_stall_ms`, prefix hits, sampling, and the smaller K of a request's last
