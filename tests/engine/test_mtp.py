@@ -442,7 +442,9 @@ def test_the_head_of_the_target_is_the_default(folder: Path, caplog: pytest.LogC
     assert method("random", {"method": "suffix,draft_model"}) == "suffix,mtp"
     assert method("random", {"method": "suffix"}) == "suffix"
     assert method("random", {"model": "a draft"}) == "draft_model"
-    with pytest.raises(InvalidConfigError, match=r"speculative_config\.model is missing"):
+    with pytest.raises(
+        InvalidConfigError, match=r"speculative_config\.model=None: must be a folder or hub id of a draft"
+    ):
         method("plain", {})
 
 

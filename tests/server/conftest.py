@@ -30,4 +30,8 @@ def server(shared: Server) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def llm() -> LLM:
     """An engine in this process with the settings of the server under test."""
-    return LLM(max_model_len=512, max_num_seqs=16, speculative_config={"num_speculative_tokens": K})
+    return LLM(
+        max_model_len=512,
+        max_num_seqs=16,
+        speculative_config={"num_speculative_tokens": K, "rejection_sample_method": "coupled"},
+    )
