@@ -32,8 +32,9 @@ impl Scheduler {
         if self.num_delays >= MAX_DELAYS {
             return;
         }
-        let Some(largest) = self.merged_rooms(decoding).last() else { return };
-        let largest = largest.min(budget.prefill_left);
+        let rooms = self.merged_rooms(decoding);
+        let Some(largest) = rooms.last() else { return };
+        let largest = largest.num_tokens.min(budget.prefill_left);
         let mut merging = Merging {
             num_prompts: 0,
             num_tokens: 0,
@@ -52,25 +53,25 @@ impl Scheduler {
         }
         if self.fits(&merging) {
             let expected = merging.num_tokens + self.next_prompts();
-            let few = self.merged_rooms(decoding).find(|room| expected <= FEW_ROOMS * room);
-            let room = few.unwrap_or(largest).min(largest);
+            let few = rooms.iter().find(|room| expected <= FEW_ROOMS * room.num_tokens);
+            let room = few.map_or(largest, |room| room.num_tokens.min(largest));
             merging.withheld = budget.prefill_left - room;
             (budget.prefill_left, budget.prefill_ms) = (room, f64::INFINITY);
             budget.merging = Some(merging);
         }
     }
 
-    /// Returns the numbers of prompt tokens for which verification passes of these sequences have room, ascending.
-    fn merged_rooms(&self, decoding: Decoding) -> impl Iterator<Item = usize> {
+    /// Returns the rooms in verification passes of these sequences, smallest first.
+    fn merged_rooms(&self, decoding: Decoding) -> &[MergedRoom] {
         let Decoding { num_seqs, max_k, num_tokens } = decoding;
-        let serves = |room: &MergedRoom| room.num_speculative_tokens == max_k && room.num_seqs >= num_seqs;
         // Sequences that draft much less than the one that drafts the most are not padded to it, but run pass by pass.
-        let is_padded = num_seqs > 0 && 2 * num_tokens >= num_seqs * (max_k + 1);
-        let rooms = &self.config.merged_rooms;
-        let first = rooms.iter().position(serves).filter(|_| is_padded).unwrap_or(rooms.len());
-        let same =
-            move |room: &&MergedRoom| (room.num_speculative_tokens, room.num_seqs) == (max_k, rooms[first].num_seqs);
-        rooms[first..].iter().take_while(same).map(|room| room.num_tokens)
+        if num_seqs == 0 || 2 * num_tokens < num_seqs * (max_k + 1) {
+            return &[];
+        }
+        let serves = |room: &MergedRoom| room.num_speculative_tokens == max_k && room.num_seqs >= num_seqs;
+        let of_batch = |a: &MergedRoom, b: &MergedRoom| (max_k, a.num_seqs) == (b.num_speculative_tokens, b.num_seqs);
+        let Some(first) = self.config.merged_rooms.iter().position(serves) else { return &[] };
+        self.config.merged_rooms[first..].chunk_by(of_batch).next().unwrap_or_default()
     }
 
     /// Returns the number of tokens of the waiting prompts that a step with merged chunks may admit. Cached tokens

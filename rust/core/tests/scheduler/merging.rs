@@ -111,6 +111,14 @@ fn of_several_rooms_a_step_takes_the_smallest_of_which_two_hold_its_prompts() {
 }
 
 #[test]
+fn rooms_of_another_k_do_not_count() {
+    let room = |num_speculative_tokens, num_tokens| MergedRoom { num_speculative_tokens, num_seqs: 4, num_tokens };
+    let mut driver = decoding(SchedulerConfig { merged_rooms: vec![room(0, 20), room(1, 90)], ..merging() }, 2);
+    driver.add(9, &ask(9, 60, 2)).unwrap();
+    assert_eq!(chunks(&mut driver, 9), [20, 20, 20]);
+}
+
+#[test]
 fn the_room_counts_the_prompts_that_wait() {
     let config = SchedulerConfig { merged_rooms: several_rooms(), ..merging() };
     let mut driver = decoding(config.clone(), 2);
